@@ -149,7 +149,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != MANIFEST
     }
-    body = {
+    body: dict[str, Any] = {
         "schema_version": manifest.schema_version,
         "kind": manifest.kind,
         "recipe": manifest.recipe,
