@@ -1,0 +1,151 @@
+"""The DSpark loss in closed form: full logits are never kept, gradients are made going forward.
+
+Shapes: P supervised slots, U distinct target states among them, H hidden size, R Markov rank,
+Vd draft vocabulary.
+
+For slot i with logits z = head @ h + W2 @ m, draft p = softmax(z), target q (its full-vocabulary
+probabilities restricted to the draft vocabulary, so they sum to at most one) and next token y:
+  CE      -log p[y]                              0 where y is outside the draft vocabulary
+  TV      |p - q|_1                              L1, as the DSpark paper and DeepSpec; the mass of q
+                                                 outside the draft vocabulary adds a constant
+  accept  sum min(p, q)                          the label of the confidence head, no gradient
+with dCE/dz = p - onehot(y) and dTV/dz = p * (s - <p, s>), s = sign(p - q). A chunk of slots
+at a time goes through [h, m] @ [head, W2]^T and back, so memory is chunk * Vd. Softmax and loss are
+float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_SLOTS = 256  # 8 MB of float32 logits at Vd = 8192: stays in cache
+
+
+class SlotTargets(NamedTuple):
+    """What the target says about the supervised slots."""
+
+    logits: Tensor  # [U, Vd] the target's logits over the draft vocabulary
+    log_sum_exp: Tensor  # float32 [U], over the full vocabulary
+    index: Tensor  # int64 [P]: the state that judges slot i
+    draft_id: Tensor  # int64 [P]: the next token's draft id, -1 outside the draft vocabulary
+
+
+class SlotLoss(NamedTuple):
+    """Per slot, float32 [P]; `loss` carries the gradient of weight * (ce + tv)."""
+
+    loss: Tensor  # scalar: sum of weight * (ce_weight * ce + tv_weight * tv)
+    ce: Tensor
+    tv: Tensor
+    accept: Tensor  # overlap of draft and target distribution
+    match: Tensor  # bool [P]: the draft's argmax is the next token
+
+
+def slot_loss(
+    states: Tensor,
+    markov: Tensor,
+    *,
+    head: Tensor,
+    markov_w2: Tensor,
+    targets: SlotTargets,
+    weight: Tensor,
+    ce_weight: float,
+    tv_weight: float,
+) -> SlotLoss:
+    """states: [P, H]; markov: [P, R]; head: [Vd, H] frozen; markov_w2: [Vd, R]; weight: [P].
+
+    Gradients flow to states, markov and markov_w2. Products run in the dtype of `states`.
+    """
+    return SlotLoss(
+        *_SlotLoss.apply(
+            states, markov, head, markov_w2, targets, weight.float(), ce_weight, tv_weight
+        )
+    )
+
+
+class _SlotLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        markov: Tensor,
+        head: Tensor,
+        markov_w2: Tensor,
+        targets: SlotTargets,
+        weight: Tensor,
+        ce_weight: float,
+        tv_weight: float,
+    ) -> tuple[Tensor, ...]:
+        dtype, hidden = states.dtype, states.shape[1]
+        features = torch.cat([states, markov.to(dtype)], -1)
+        table = torch.cat([head.to(dtype), markov_w2.to(dtype)], -1)  # [Vd, H+R]
+        ce, tv, accept = (torch.zeros(len(states), device=states.device) for _ in range(3))
+        match = torch.zeros(len(states), dtype=torch.bool, device=states.device)
+        needs_grad = any(ctx.needs_input_grad)
+        grad_features = torch.empty_like(features if needs_grad else features[:0])
+        grad_w2 = torch.zeros_like(markov_w2, dtype=torch.float32)
+        for start in range(0, len(states), CHUNK_SLOTS):
+            rows = slice(start, start + CHUNK_SLOTS)
+            index, known = targets.index[rows], targets.draft_id[rows] >= 0
+            label = targets.draft_id[rows].clamp(min=0).unsqueeze(-1)
+            z = (features[rows] @ table.T).float()
+            match[rows] = (z.argmax(-1) == label.squeeze(-1)) & known
+            lse = z.logsumexp(-1, keepdim=True)
+            ce[rows] = (lse - z.gather(-1, label)).squeeze(-1) * known
+            p = z.sub_(lse).exp_()
+            q = targets.logits[index].float().sub_(targets.log_sum_exp[index].unsqueeze(-1)).exp_()
+            mass = q.sum(-1)
+            difference = torch.sub(p, q, out=q)
+            sign = difference.sign()
+            distance = torch.linalg.vecdot(
+                difference, sign
+            )  # sum |p - q| over the draft vocabulary
+            tv[rows] = distance + (1.0 - mass)
+            accept[rows] = 0.5 * (1.0 + mass - distance)  # sum min(p, q)
+            if needs_grad:
+                # dz = p * (ce*known - tv*<p,s> + tv*s) - ce*known*onehot, all times weight
+                scale = weight[rows].unsqueeze(-1)
+                ce_scale = ce_weight * scale * known.unsqueeze(-1)
+                mean_sign = torch.linalg.vecdot(p, sign).unsqueeze(-1)
+                sign.mul_(tv_weight * scale).add_(ce_scale - tv_weight * scale * mean_sign)
+                dz = sign.mul_(p).scatter_add_(-1, label, -ce_scale).to(dtype)
+                torch.matmul(dz, table, out=grad_features[rows])
+                grad_w2.add_(dz.T @ features[rows, hidden:])
+        if needs_grad:
+            ctx.save_for_backward(grad_features[:, :hidden], grad_features[:, hidden:], grad_w2)
+            ctx.dtypes = markov.dtype, markov_w2.dtype
+        ctx.mark_non_differentiable(ce, tv, accept, match)
+        loss = (weight * (ce_weight * ce + tv_weight * tv)).sum()
+        return loss, ce, tv, accept, match
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        grad_states, grad_markov, grad_w2 = ctx.saved_tensors
+        markov_dtype, w2_dtype = ctx.dtypes
+        return (
+            grad_states * grad_loss.to(grad_states.dtype),
+            grad_markov.to(markov_dtype) * grad_loss.to(markov_dtype),
+            None,
+            grad_w2.to(w2_dtype) * grad_loss.to(w2_dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def confidence_loss(logits: Tensor, accept: Tensor, *, weight: Tensor) -> Tensor:
+    """Sum of weight * binary cross-entropy of confidence logits [P] with acceptance rates [P]."""
+    label = accept.detach().clamp(0.0, 1.0)
+    return (F.binary_cross_entropy_with_logits(logits, label, reduction="none") * weight).sum()
+
+
+def position_weights(valid: Tensor, *, decay: float) -> Tensor:
+    """float32 [..., N]: decay**k for valid slots, else 0; its sum is the loss's denominator."""
+    slots = torch.arange(valid.shape[-1], device=valid.device)
+    return valid.float() * decay**slots

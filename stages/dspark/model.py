@@ -1,0 +1,234 @@
+"""The DSpark drafter: a non-causal block backbone over the target's context, and two heads.
+
+Shapes: B documents, T context tokens, A captured planes, H hidden size, M blocks a document,
+N slots a block, K key-value heads, G query heads a key-value head, D head size, R Markov rank,
+V vocabulary, Vd draft vocabulary.
+
+Every block attends to the context before its anchor and, in both directions, to itself. The context
+is fc of the captured planes, normed; its keys and values bypass the layer's input norm (DFlash).
+The attention builds no mask over a packed row: scores against the context are [B, K, G*M*N, T],
+inside the blocks [B, K, G, M, N, N]: the cost grows with the documents, not their square.
+Parameters carry the names of the packaged checkpoint (vLLM's Qwen3DSparkForCausalLM).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stages.dspark.config import DrafterConfig
+
+VOCAB_TENSORS = ("lm_head.weight", "d2t", "t2d")
+"""What a packaged checkpoint with a reduced vocabulary holds besides the parameters."""
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, in float32."""
+
+    def __init__(self, size: int, *, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+def rope_table(positions: Tensor, *, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary embedding, float32 [..., 1, D/2] for integer positions [...];
+    the axis of size one is for heads."""
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+    angles = positions[..., None, None].float() * theta ** (-exponents / head_dim)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Applies rope (halves layout, as Llama and Qwen) to x [..., D]; the tables are [..., D/2]."""
+    cos, sin = rope
+    first, second = x.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of blocks over (context before the anchor, own block)."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.num_kv_heads, self.head_dim = config.num_key_value_heads, config.head_dim
+        self.num_groups = config.num_attention_heads // config.num_key_value_heads
+        query_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: Tensor,  # [B, M, N, H]
+        context: Tensor,  # [B, T, H]
+        *,
+        outside: Tensor,  # bool [B, M, T]: context that the block must not see
+        block_rope: tuple[Tensor, Tensor],  # [B, M, N, 1, D/2]
+        context_rope: tuple[Tensor, Tensor],  # [T, 1, D/2]
+    ) -> Tensor:  # [B, M, N, H]
+        B, M, N, _ = x.shape
+        T = context.shape[1]
+        K, G, D = self.num_kv_heads, self.num_groups, self.head_dim
+        q = rotate(self.q_norm(self.q_proj(x).view(B, M, N, K * G, D)), block_rope)
+        q = q.view(B, M, N, K, G, D).permute(0, 3, 4, 1, 2, 5) * D**-0.5  # [B, K, G, M, N, D]
+        k_block = rotate(self.k_norm(self.k_proj(x).view(B, M, N, K, D)), block_rope)
+        v_block = self.v_proj(x).view(B, M, N, K, D)
+        k_context = rotate(self.k_norm(self.k_proj(context).view(B, T, K, D)), context_rope)
+        v_context = self.v_proj(context).view(B, T, K, D)
+
+        flat = q.reshape(B, K, G * M * N, D)
+        scores_context = flat @ k_context.permute(0, 2, 3, 1)  # [B, K, G*M*N, T]
+        scores_context = scores_context.view(B, K, G, M, N, T).masked_fill(
+            outside[:, None, None, :, None, :], float("-inf")
+        )
+        keys = k_block.permute(0, 3, 1, 4, 2).unsqueeze(2)  # [B, K, 1, M, D, N]
+        scores_block = q @ keys  # [B, K, G, M, N, N]
+        weights = torch.cat([scores_context, scores_block], -1).float().softmax(-1).to(x.dtype)
+        from_context = weights[..., :T].reshape(B, K, G * M * N, T) @ v_context.permute(0, 2, 1, 3)
+        from_block = weights[..., T:] @ v_block.permute(0, 3, 1, 2, 4).unsqueeze(2)
+        mixed = from_context.view(B, K, G, M, N, D) + from_block
+        return self.o_proj(mixed.permute(0, 3, 4, 1, 2, 5).reshape(B, M, N, K * G * D))
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = Mlp(config)
+
+
+class MarkovHead(nn.Module):
+    """Low-rank bias of a slot's logits by the token before it: markov_w2 @ markov_w1[previous]."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    """Logit of the probability that a slot's draft is accepted, given that those before it are."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        size = config.hidden_size + config.markov_rank * config.confidence_head_with_markov
+        self.proj = nn.Linear(size, 1)
+
+
+class Drafter(nn.Module):
+    """The trained part of a DSpark drafter; embedding and logit head stay the target's, frozen."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(
+            len(config.layer_ids) * config.hidden_size, config.hidden_size, bias=False
+        )
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.markov_head = MarkovHead(config)
+        self.confidence_head = ConfidenceHead(config)
+
+    @torch.no_grad()
+    def initialise(self, *, seed: int) -> None:
+        """Normal(0, 0.02) matrices from `seed`; Markov bias and confidence start at zero."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02, generator=generator)
+        self.markov_head.markov_w2.weight.zero_()
+        self.confidence_head.proj.weight.zero_()
+        self.confidence_head.proj.bias.zero_()
+
+    def forward(
+        self,
+        planes: Tensor,
+        anchors: Tensor,
+        anchor_embeddings: Tensor,
+        mask_embedding: Tensor,
+    ) -> Tensor:
+        """The backbone.
+
+        planes: [B, T, A*H] captured states; anchors: int64 [B, M] (-1: absent, its output is
+        meaningless but finite); anchor_embeddings: [B, M, H]; mask_embedding: [H].
+        Returns the normed states of all slots, [B, M, N, H].
+        """
+        config, N = self.config, self.config.block_size
+        B, M, H = anchor_embeddings.shape
+        context = self.hidden_norm(self.fc(planes))
+        x = torch.cat(
+            [anchor_embeddings.unsqueeze(2), mask_embedding.expand(B, M, N - 1, H)], dim=2
+        ).to(context.dtype)
+        tokens = torch.arange(planes.shape[1], device=planes.device)
+        positions = anchors.clamp(min=0).unsqueeze(-1) + torch.arange(N, device=planes.device)
+        block_rope = rope_table(positions, head_dim=config.head_dim, theta=config.rope_theta)
+        context_rope = rope_table(tokens, head_dim=config.head_dim, theta=config.rope_theta)
+        outside = tokens >= anchors.unsqueeze(-1)
+        for layer in self.layers:
+            x = x + layer.self_attn(
+                layer.input_layernorm(x),
+                context,
+                outside=outside,
+                block_rope=block_rope,
+                context_rope=context_rope,
+            )
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x)
+
+    def markov_embedding(self, previous: Tensor) -> Tensor:
+        """[..., R] for previous token ids [...] of the target's vocabulary."""
+        return self.markov_head.markov_w1(previous)
+
+    def confidence_logits(self, states: Tensor, markov: Tensor) -> Tensor:
+        """float32 [...] from slot states [..., H] and Markov embeddings [..., R]."""
+        features = (
+            torch.cat([states.float(), markov.float()], -1)
+            if self.config.confidence_head_with_markov
+            else states.float()
+        )
+        proj = self.confidence_head.proj
+        return F.linear(features, proj.weight.float(), proj.bias.float()).squeeze(-1)
+
+    def load_packaged(self, tensors: Mapping[str, Tensor]) -> None:
+        """Loads parameters from a checkpoint (any dtype). Raises ValueError on missing, unknown or
+        misshapen tensors; those of the draft vocabulary (VOCAB_TENSORS) are not parameters."""
+        given = {name: value for name, value in tensors.items() if name not in VOCAB_TENSORS}
+        own = dict(self.named_parameters())
+        wrong = sorted(
+            f"{name}: expected {tuple(own[name].shape) if name in own else 'nothing'}, found "
+            f"{tuple(given[name].shape) if name in given else 'nothing'}"
+            for name in own.keys() | given.keys()
+            if name not in own or name not in given or own[name].shape != given[name].shape
+        )
+        if wrong:
+            raise ValueError("the checkpoint does not fit its config.json: " + "; ".join(wrong))
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(given[name])
