@@ -118,7 +118,6 @@ class DrafterConfig:
         """The packaged config.json (speculators format, read by vLLM)."""
         return {
             "architectures": [ARCHITECTURE],
-            "model_type": "speculator_model",
             "speculators_model_type": "dspark",
             "speculators_version": FORMAT_VERSION,
             "dtype": "bfloat16",

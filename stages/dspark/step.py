@@ -1,0 +1,108 @@
+"""One pass of the drafter over a batch of documents, with its loss and its acceptance.
+
+Shapes: B documents, T tokens (padded), A planes, H hidden size, M blocks a document, N slots,
+P supervised slots, U distinct target states, V vocabulary, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stages.dspark.loss import SlotTargets, confidence_loss, position_weights, slot_loss
+from stages.dspark.model import Drafter
+from stages.dspark.slots import slot_table
+
+
+class Batch(NamedTuple):
+    planes: Tensor  # [B, T, A*H] captured states
+    last: Tensor  # [B, T, H] the last layer's output, before the final norm
+    input_ids: Tensor  # int64 [B, T]
+    loss_mask: Tensor  # bool [B, T], False in padding
+    log_sum_exp: Tensor  # float32 [B, T], of the target's full-vocabulary logits; 0 without loss
+    anchors: Tensor  # int64 [B, M], -1 for absent
+
+
+class Frozen(NamedTuple):
+    """The target's own tensors, shared and never trained."""
+
+    embedding: Tensor  # [V, H]
+    head: Tensor  # [Vd, H] rows of the logit head
+    norm: Tensor  # [H]
+    eps: float
+    draft_id: Tensor  # int64 [V], -1 outside the draft vocabulary
+
+
+class LossWeights(NamedTuple):
+    ce: float
+    tv: float
+    confidence: float
+    position_decay: float
+
+
+class StepResult(NamedTuple):
+    """Numerators and denominators, so that batches and ranks add up exactly."""
+
+    loss: Tensor  # scalar with gradient, to be divided by `weight`
+    weight: Tensor  # scalar
+    accept: Tensor  # float32 [B, M, N] overlap with the target's distribution, 0 where not valid
+    match: Tensor  # bool [B, M, N] the draft's argmax is the next token
+    valid: Tensor  # bool [B, M, N]
+
+
+def forward_batch(
+    drafter: Drafter, batch: Batch, frozen: Frozen, *, weights: LossWeights
+) -> StepResult:
+    """Runs backbone and heads teacher-forced: a slot's previous token is the true one."""
+    config = drafter.config
+    num_tokens = batch.input_ids.shape[1]
+    table = slot_table(batch.anchors, batch.loss_mask, block_size=config.block_size)
+    anchor_tokens = batch.input_ids.gather(1, batch.anchors.clamp(min=0))
+    dtype = batch.planes.dtype
+    states = drafter(
+        batch.planes,
+        batch.anchors,
+        F.embedding(anchor_tokens, frozen.embedding).to(dtype),
+        frozen.embedding[config.mask_token_id].to(dtype),
+    )
+    valid = table.valid
+    document = torch.arange(len(valid), device=valid.device).view(-1, 1, 1).expand_as(valid)
+    previous = batch.input_ids[document[valid], table.position[valid]]
+    following = batch.input_ids[document[valid], table.target[valid]]
+    judged = document[valid] * num_tokens + table.position[valid]
+    used, index = judged.unique(return_inverse=True)
+    normed = F.rms_norm(
+        batch.last.flatten(0, 1)[used].float(), frozen.norm.shape, frozen.norm.float(), frozen.eps
+    )
+    targets = SlotTargets(
+        logits=normed.to(frozen.head.dtype) @ frozen.head.T,
+        log_sum_exp=batch.log_sum_exp.flatten()[used],
+        index=index,
+        draft_id=frozen.draft_id[following],
+    )
+    weight = position_weights(valid, decay=weights.position_decay)[valid]
+    markov = drafter.markov_embedding(previous)
+    slots = slot_loss(
+        states[valid],
+        markov,
+        head=frozen.head,
+        markov_w2=drafter.markov_head.markov_w2.weight,
+        targets=targets,
+        weight=weight,
+        ce_weight=weights.ce,
+        tv_weight=weights.tv,
+    )
+    confidence = drafter.confidence_logits(states[valid], markov)
+    loss = slots.loss + weights.confidence * confidence_loss(
+        confidence, slots.accept, weight=weight
+    )
+    return StepResult(
+        loss,
+        weight.sum(),
+        torch.zeros(valid.shape, device=valid.device).masked_scatter(valid, slots.accept),
+        torch.zeros_like(valid).masked_scatter(valid, slots.match),
+        valid,
+    )

@@ -1,0 +1,80 @@
+"""Resume points and best weights in the stage's working folder, safetensors only.
+
+A resume point is one file, written by rename: weights, optimiser moments and, in its metadata, the
+step, the best validation so far and the curve. So a kill at any moment leaves the last one whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+LATEST, BEST = "latest.safetensors", "best.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Progress:
+    """What a run has done so far."""
+
+    step: int = 0
+    train_s: float = 0.0
+    best_step: int = -1
+    best_acceptance_length: float = 0.0
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+
+def save_best(folder: Path, model: nn.Module) -> None:
+    _write(folder / BEST, {name: value.detach() for name, value in model.named_parameters()}, {})
+
+
+def load_best(folder: Path) -> dict[str, Tensor]:
+    return _read(folder / BEST)[0]
+
+
+def save_latest(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress
+) -> None:
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors[name] = parameter.detach()
+        for moment in MOMENTS:
+            if moment in optimizer.state[parameter]:
+                tensors[f"{moment}:{name}"] = optimizer.state[parameter][moment]
+    _write(folder / LATEST, tensors, {"progress": json.dumps(asdict(progress))})
+
+
+def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Restores the last resume point into model and optimiser; a fresh Progress where none is."""
+    if not (folder / LATEST).is_file():
+        return Progress()
+    tensors, metadata = _read(folder / LATEST)
+    progress = Progress(**json.loads(metadata["progress"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[name])
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(progress.step)),
+                **{moment: tensors[f"{moment}:{name}"] for moment in MOMENTS},
+            }
+    return progress
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    unfinished = path.with_name(path.name + ".tmp")
+    save_file({k: v.contiguous() for k, v in tensors.items()}, unfinished, metadata=metadata)
+    with unfinished.open("rb") as file:
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
