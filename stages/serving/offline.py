@@ -1,0 +1,113 @@
+"""Greedy float32 decoding with and without the drafter, in one process: the losslessness gate.
+
+    python -m stages.serving.offline --target DIR --package DIR --prompts FILE --out FILE
+        --max-tokens N --max-model-len N --kv-block-size N --num-speculative-tokens N
+
+--prompts holds a JSON list of token id lists; --out gets {"plain": [...], "batch_1": [...],
+"batch_all": [...]}, each the generated token ids in the prompts' order, and "num_drafts",
+"num_accepted_tokens" of each drafter run. float32 because in bfloat16 even plain decoding differs
+from itself across batch sizes, so only float32 can tell a wrong engine from rounding.
+
+Run it as a process of its own: an engine in the process of a stage would outlive its use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from stages.serving.speculative import speculative_settings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m stages.serving.offline")
+    for name in ("target", "package", "prompts", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    for name in ("max-tokens", "max-model-len", "kv-block-size", "num-speculative-tokens"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    arguments = parser.parse_args()
+    prompts = json.loads(arguments.prompts.read_text())
+    result = compare(
+        prompts,
+        target=arguments.target,
+        package=arguments.package,
+        max_tokens=arguments.max_tokens,
+        max_model_len=arguments.max_model_len,
+        kv_block_size=arguments.kv_block_size,
+        num_speculative_tokens=arguments.num_speculative_tokens,
+    )
+    arguments.out.write_text(json.dumps(result))
+
+
+def compare(
+    prompts: list[list[int]],
+    *,
+    target: Path,
+    package: Path,
+    max_tokens: int,
+    max_model_len: int,
+    kv_block_size: int,
+    num_speculative_tokens: int,
+) -> dict[str, Any]:
+    """Decodes `prompts` plainly, then with the drafter one by one and all together."""
+    # One process an engine: no start of a second interpreter, and its metrics are in reach.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    shared: dict[str, Any] = {
+        "model": str(target),
+        "dtype": "float32",
+        "max_model_len": max_model_len,
+        "block_size": kv_block_size,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+        "max_num_seqs": max(len(prompts), 1),
+    }
+    drafter = speculative_settings(
+        package, num_speculative_tokens=num_speculative_tokens, device=_device()
+    )
+    plain = _decode(shared, [prompts], max_tokens=max_tokens)
+    one_by_one, together = [[prompt] for prompt in prompts], [prompts]
+    drafted = _decode({**shared, **drafter}, [*one_by_one, *together], max_tokens=max_tokens)
+    return {
+        "plain": plain["token_ids"][0],
+        "batch_1": [batch[0] for batch in drafted["token_ids"][:-1]],
+        "batch_all": drafted["token_ids"][-1],
+        "num_drafts": drafted["counters"].get("vllm:spec_decode_num_drafts", 0),
+        "num_accepted_tokens": drafted["counters"].get("vllm:spec_decode_num_accepted_tokens", 0),
+    }
+
+
+def _decode(
+    settings: dict[str, Any], batches: list[list[list[int]]], *, max_tokens: int
+) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    engine = LLM(**settings)
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    token_ids = []
+    for batch in batches:
+        outputs = engine.generate(
+            [{"prompt_token_ids": prompt} for prompt in batch], sampling, use_tqdm=False
+        )
+        token_ids.append([list(output.outputs[0].token_ids) for output in outputs])
+    counters = {
+        metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")
+    }
+    del engine
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return {"token_ids": token_ids, "counters": counters}
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+if __name__ == "__main__":
+    main()
