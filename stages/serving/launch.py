@@ -212,12 +212,13 @@ def extract_arguments(
             **services.mooncake.model_dump(exclude={"master"}),
         },
     }
-    return [
-        "--speculative-config",
-        json.dumps(speculative),
-        "--kv-transfer-config",
-        json.dumps(transfer),
+    arguments = [
+        *("--speculative-config", json.dumps(speculative)),
+        *("--kv-transfer-config", json.dumps(transfer)),
     ]
+    if on_cpu():
+        arguments += ["--worker-cls", "stages.serving.states_worker.StatesWorker"]
+    return arguments
 
 
 def _vllm_plan(
@@ -239,6 +240,7 @@ def _vllm_plan(
         *("--block-size", str(engine.kv_block_size)),
         *("--max-num-seqs", str(settings.max_num_seqs)),
         *("--tensor-parallel-size", str(settings.tensor_parallel_size)),
+        "--disable-uvicorn-access-log",
         "--enforce-eager" if engine.enforce_eager else "--no-enforce-eager",
     ]
     if on_cpu():

@@ -15,6 +15,7 @@ Cost: 2-4 GB/s to put from a registered buffer, about 0.4 GB/s to get over TCP o
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -169,11 +170,22 @@ class Store:
             return False
         raise self._failure(f"cannot remove {key}", code)
 
+    def remove_prefix(self, prefix: str) -> int:
+        """Removes every object whose key starts with `prefix` (letters, digits and dashes)."""
+        count = self._call(
+            "remove_by_regex", lambda: self._store.remove_by_regex(f"^{prefix}.*", True)
+        )
+        if count < 0:
+            raise self._failure(f"cannot remove {prefix}*", count)
+        return count
+
     def close(self) -> None:
         """Disconnects, which takes 2 s; does nothing after a StoreTimeout."""
         if not self._dead:
             for address in self._buffers:
-                self._call("unregister_buffer", lambda a=address: self._store.unregister_buffer(a))
+                self._call(
+                    "unregister_buffer", functools.partial(self._store.unregister_buffer, address)
+                )
             self._call("close", self._store.close)
             self._dead = True
 

@@ -48,9 +48,9 @@ class StatesShape:
         return self.num_bytes + DIGEST_BYTES
 
 
-def new_key() -> str:
-    """A key for one attempt at one sample."""
-    return f"dspark-{uuid.uuid4().hex}"
+def new_key(prefix: str) -> str:
+    """A key for one attempt at one sample; the prefix is the run's, to find what it left behind."""
+    return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def reply(key: str, shape: StatesShape) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def check_reply(answer: Mapping[str, Any] | None, *, key: str, shape: StatesShap
 
 def seal(states: npt.NDArray[np.uint8]) -> bytes:
     """The digest that follows the states' bytes."""
-    return hashlib.sha256(memoryview(states)).digest()
+    return hashlib.sha256(states.data).digest()
 
 
 def check_object(received: npt.NDArray[np.uint8], *, length: int, shape: StatesShape) -> str:
