@@ -1,4 +1,4 @@
-"""A DSpark proposer for vLLM's V1 model runner, which serves `dflash` alone (CPU has no other runner).
+"""A DSpark proposer for the V1 model runner, which has `dflash` alone (CPU runs nothing but V1).
 
 Runs inside vLLM, where worker.py puts it. It differs from the stock DFlash proposer in the layout
 (N queries, the anchor first, each of them sampled; DFlash has 1 + N and skips the first) and in the

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker with the DSpark proposer in it: `--worker-cls stages.serving.worker.DSparkWorker`.
+"""vLLM's CPU worker with the DSpark proposer: `--worker-cls stages.serving.worker.DSparkWorker`.
 
 Without it vLLM accepts a DSpark package under the method `dflash` and serves it in the wrong layout
 without a word, so the active proposer is logged and anything but a DSpark package is refused.
