@@ -114,9 +114,9 @@ class ShardReader:
         if manifest.kind != "extract":
             raise contracts.ArtifactError(f"{folder}: expected kind 'extract', {manifest.kind!r}")
         self._folder = folder
-        self._num_planes = int(manifest.info["num_planes"])
-        self._hidden_size = int(manifest.info["hidden_size"])
-        self._schema = contracts.states_schema(self._num_planes, self._hidden_size)
+        self.num_planes = int(manifest.info["num_planes"])
+        self.hidden_size = int(manifest.info["hidden_size"])
+        self._schema = contracts.states_schema(self.num_planes, self.hidden_size)
         self._files: dict[int, pq.ParquetFile] = {}
 
     def samples(self) -> list[dict[str, Any]]:
@@ -135,7 +135,7 @@ class ShardReader:
             file = pq.ParquetFile(path, memory_map=True)
             if not file.schema_arrow.equals(self._schema):
                 raise contracts.ArtifactError(
-                    f"{path}: expected {self._num_planes} planes of {self._hidden_size}, found "
+                    f"{path}: expected {self.num_planes} planes of {self.hidden_size}, found "
                     f"{file.schema_arrow}"
                 )
             self._files[shard] = file
@@ -150,4 +150,4 @@ class ShardReader:
         bits = np.frombuffer(
             array.buffers()[1], np.uint16, len(array) * width // 2, offset=array.offset * width
         )
-        return bits.reshape(len(array), self._num_planes, self._hidden_size)
+        return bits.reshape(len(array), self.num_planes, self.hidden_size)

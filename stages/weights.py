@@ -7,56 +7,67 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
+
+from stages.dspark.target_head import TargetHead
+
+# Settings that change the logits beyond norm and matrix; a neutral value is harmless.
+_UNSUPPORTED = {
+    "final_logit_softcapping": (None,),
+    "logits_scaling": (None, 1, 1.0),
+    "logit_scale": (None, 1, 1.0),
+}
 
 
 class TargetWeights(NamedTuple):
     """V vocabulary, H hidden size; in the dtype of the files."""
 
     embedding: Tensor  # [V, H]
-    norm: Tensor  # [H], the final RMS norm's gain
+    norm: Tensor  # [H], the final RMS norm's weight
     lm_head: Tensor  # [V, H]; the embedding where the two are tied
     eps: float  # of the final norm
 
-    def normed(self, states: Tensor) -> Tensor:
-        """The final norm, applied once: pre-norm states [..., H] to float32 [..., H]."""
-        return F.rms_norm(states.float(), self.norm.shape, self.norm.float(), self.eps)
+    def head(self) -> TargetHead:
+        return TargetHead(self.norm, self.eps, self.lm_head)
 
 
 def load_target_weights(target: Path) -> TargetWeights:
-    """Raises ValueError where a tensor is missing or the norm is of a kind we cannot apply."""
+    """Raises ValueError where a tensor is missing, or for a family whose logits are not
+    lm_head(rms_norm(state)) with a norm that multiplies by its weight."""
     config = json.loads((target / "config.json").read_text())
-    if config["model_type"].startswith("gemma"):
+    text: dict[str, Any] = config.get("text_config", config)
+    model_type = str(text.get("model_type", config.get("model_type", "")))
+    odd = {key: text[key] for key, fine in _UNSUPPORTED.items() if text.get(key) not in fine}
+    if "rms_norm_eps" not in text or model_type.startswith("gemma") or odd:
         raise ValueError(
-            f"{target}: {config['model_type']} scales its final norm by (1 + weight) and its "
-            "embedding; this pipeline supports plain RMS norms (Llama, Qwen, Mistral families)"
+            f"{target / 'config.json'}: model_type {model_type!r} {odd or ''} is not supported: "
+            "the target's logits must be lm_head(rms_norm(state)), with a norm that multiplies "
+            "by its weight (Gemma's multiplies by 1 + weight)"
         )
-    files = {
-        name: path for path in sorted(target.glob("*.safetensors")) for name in _tensor_names(path)
-    }
-    embedding = _read(files, "model.embed_tokens.weight", target)
-    tied = config.get("tie_word_embeddings", False) or "lm_head.weight" not in files
+    files: dict[str, Path] = {}
+    for path in sorted(target.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            files |= dict.fromkeys(file.keys(), path)
+    embedding = _tensor(files, "embed_tokens.weight", target)
+    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     return TargetWeights(
         embedding=embedding,
-        norm=_read(files, "model.norm.weight", target),
-        lm_head=embedding if tied else _read(files, "lm_head.weight", target),
-        eps=float(config["rms_norm_eps"]),
+        norm=_tensor(files, "norm.weight", target),
+        lm_head=embedding if tied else _tensor(files, "lm_head.weight", target),
+        eps=float(text["rms_norm_eps"]),
     )
 
 
-def _tensor_names(path: Path) -> list[str]:
-    with safe_open(path, framework="pt") as file:
-        return list(file.keys())
-
-
-def _read(files: dict[str, Path], suffix: str, target: Path) -> Tensor:
-    names = [name for name in files if name == suffix or name.endswith("." + suffix)]
-    if len(names) != 1:
-        raise ValueError(f"{target}: expected one tensor named {suffix}, found {names or 'none'}")
-    with safe_open(files[names[0]], framework="pt") as file:
-        return torch.as_tensor(file.get_tensor(names[0]))
+def _tensor(files: dict[str, Path], suffix: str, target: Path) -> Tensor:
+    """The tensor of this name at the top, under `model.` or under `model.language_model.`."""
+    for name in (suffix, f"model.{suffix}", f"model.language_model.{suffix}"):
+        if name in files:
+            with safe_open(files[name], framework="pt") as file:
+                return file.get_tensor(name)
+    raise ValueError(
+        f"{target}: expected a tensor named {suffix} or model.{suffix} in its safetensors, found "
+        f"{len(files)} others (for example {sorted(files)[:3]})"
+    )

@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from stages import contracts
 from stages.extract import estimate
-from stages.extract.head import load_head
 from stages.extract.receiver import Agreement, Receiver, Rejected
 from stages.journal import Journal
 from stages.params import EngineParams, ExtractParams, Services
@@ -27,6 +26,7 @@ from stages.serving.client import Client, run_bounded
 from stages.serving.launch import Endpoint, extract_server
 from stages.serving.store import Store, StoreSettings
 from stages.shards import SAMPLES_FILE, ShardWriter
+from stages.weights import load_target_weights
 
 AGREEMENTS = "agreements.jsonl"
 _STORE_SHARE = 0.8  # of the producer's segment that samples in flight may fill
@@ -178,7 +178,7 @@ def _extract(
     """Starts or finds the services and receives every pending row; the rejected ones, by id."""
     # The server has the cores; this process needs one for checksums and the output matrix.
     torch.set_num_threads(1)
-    head = load_head(target)
+    head = load_target_weights(target).head()
     num_planes, hidden_size = len(extract.layer_ids) + 1, head.norm_weight.shape[0]
     largest = wire.StatesShape(
         max(len(row["input_ids"]) for row in pending), num_planes, hidden_size

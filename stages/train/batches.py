@@ -52,16 +52,16 @@ def load_batch(
     planes and last are bfloat16, as stored.
     """
     num_tokens = max(sample["num_tokens"] for sample in samples)
-    planes_count, hidden = reader.num_planes, reader.hidden_size
+    num_planes, hidden = reader.num_planes, reader.hidden_size
     shape = (len(samples), num_tokens)
-    states = torch.zeros((*shape, planes_count * hidden), dtype=torch.bfloat16)
+    states = torch.zeros((*shape, num_planes * hidden), dtype=torch.bfloat16)
     input_ids = torch.zeros(shape, dtype=torch.int64)
     loss_mask = torch.zeros(shape, dtype=torch.bool)
     log_sum_exp = torch.zeros(shape)
     for row, sample in enumerate(samples):
         length = sample["num_tokens"]
         raw = torch.from_numpy(reader.read(sample)).view(torch.bfloat16)
-        states[row, :length] = raw.view(length, planes_count * hidden)
+        states[row, :length] = raw.view(length, num_planes * hidden)
         input_ids[row, :length] = torch.as_tensor(sample["input_ids"])
         loss_mask[row, :length] = torch.as_tensor(sample["loss_mask"])
         log_sum_exp[row][loss_mask[row]] = torch.as_tensor(sample["log_sum_exp"])
@@ -71,7 +71,7 @@ def load_batch(
             for mask, seed in zip(loss_mask, seeds, strict=True)
         ]
     )
-    split = (planes_count - 1) * hidden
+    split = (num_planes - 1) * hidden
     return Batch(
         states[..., :split], states[..., split:], input_ids, loss_mask, log_sum_exp, anchors
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from stages.dspark.step import Frozen
 from stages.dspark.vocab import choose_vocab, draft_ids, membership, offsets
 from stages.params import DrafterParams, Services, TrainParams
 from stages.shards import ShardReader
-from stages.train.checkpoint import BEST, LATEST, load_best
+from stages.train.checkpoint import load_best
 from stages.train.loop import Sample, Trainer
 from stages.weights import TargetWeights, load_target_weights
 
@@ -48,7 +49,8 @@ def run(
         {"target": target_manifest, "hidden_states": states_manifest},
     )
     work = contracts.working_folder("train", recipe)
-    samples = contracts.read_table(hidden_states / "samples.parquet", contracts.SAMPLES)
+    reader = ShardReader(hidden_states, states_manifest)
+    samples = reader.samples()
     splits = {
         split: [s for s in samples if s["split"] == split and trainable(s)]
         for split in (contracts.TRAIN, contracts.VALIDATION)
@@ -72,7 +74,7 @@ def run(
     trainer = Trainer(
         drafter=model.to(device),
         frozen=frozen_tensors(weights, vocab, config, dtype=train.dtype, device=device),
-        reader=ShardReader(hidden_states),
+        reader=reader,
         train=splits[contracts.TRAIN],
         validation=splits[contracts.VALIDATION],
         params=train,
@@ -92,12 +94,12 @@ def run(
         "train_s": round(progress.train_s, 1),
         "draft_vocab_coverage": coverage(splits[contracts.VALIDATION], vocab, config),
     }
-    _write_outputs(work, config, best, vocab, weights, progress.curve, metrics)
-    save_file(gate_samples(trainer.reader, splits[contracts.VALIDATION]), work / "gate.safetensors")
-    for leftover in (LATEST, BEST):
-        (work / leftover).unlink()
+    artifact = work / "artifact"
+    artifact.mkdir(exist_ok=True)
+    _write_outputs(artifact, config, best, vocab, weights, progress.curve, metrics)
+    save_file(gate_samples(reader, splits[contracts.VALIDATION]), artifact / "gate.safetensors")
     contracts.write_manifest(
-        work,
+        artifact,
         contracts.Manifest(
             kind="train",
             recipe=recipe,
@@ -109,7 +111,8 @@ def run(
             },
         ),
     )
-    contracts.publish(work, out)
+    contracts.publish(artifact, out)
+    shutil.rmtree(work)
     print(
         f"train: {progress.step} steps in {progress.train_s:.0f} s, best at {progress.best_step}; "
         f"validation acceptance length {metrics['validation_acceptance_length']:.3f} expected, "
@@ -177,7 +180,7 @@ def macro(replay: dict[str, dict[str, float]]) -> float:
 
 
 def _write_outputs(
-    work: Path,
+    folder: Path,
     config: DrafterConfig,
     best: dict[str, Tensor],
     vocab: Tensor,
@@ -190,10 +193,10 @@ def _write_outputs(
         tensors["lm_head.weight"] = weights.lm_head[vocab].float()
         tensors["d2t"] = offsets(vocab)
         tensors["t2d"] = membership(vocab, vocab_size=config.vocab_size)
-    save_file(tensors, work / "model.safetensors")
-    contracts.write_json(work / "config.json", config.to_json())
-    contracts.write_json(work / "metrics.json", metrics)
-    with (work / "curve.csv").open("w", newline="") as file:
+    save_file(tensors, folder / "model.safetensors")
+    contracts.write_json(folder / "config.json", config.to_json())
+    contracts.write_json(folder / "metrics.json", metrics)
+    with (folder / "curve.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(curve[0]))
         writer.writeheader()
         writer.writerows(curve)
