@@ -1,0 +1,53 @@
+# make retrain [PROFILE=quick] [SET="key=value ..."]   retrains the drafter and proves it
+# make test                                            every test that this machine can run
+# Each target makes .venv on first use; after that it costs nothing.
+
+PROFILE ?= default
+SET ?=
+PYTEST ?=
+PYTHON ?= python3
+REQUIREMENTS ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
+
+# Cached byte code halves every start of a server.
+unexport PYTHONDONTWRITEBYTECODE
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+# Nothing sends telemetry.
+export DO_NOT_TRACK := 1
+export DVC_NO_ANALYTICS := 1
+export MLFLOW_DISABLE_TELEMETRY := true
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+export VLLM_NO_USAGE_STATS := 1
+
+.PHONY: retrain test lint ui serve-flows setup lock
+.DEFAULT_GOAL := retrain
+
+retrain: setup
+	@python -m flows.retrain --profile $(PROFILE) $(foreach value,$(SET),--set $(value))
+
+test: setup .venv/.dev-installed
+	@python -m pytest $(PYTEST)
+
+lint: setup .venv/.dev-installed
+	ruff check .
+	ruff format --check .
+	mypy
+
+ui: setup
+	@echo "MLflow: http://127.0.0.1:5000 (Ctrl-C ends it)"
+	@mlflow server --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port 5000
+
+serve-flows: setup
+	@python -m flows.serve
+
+setup: .venv/.installed
+	@mkdir -p run/prefect
+
+.venv/.installed: tools/setup.sh requirements/$(REQUIREMENTS).txt requirements/data.txt
+	@PYTHON=$(PYTHON) tools/setup.sh .installed requirements/$(REQUIREMENTS).txt requirements/data.txt
+
+.venv/.dev-installed: .venv/.installed requirements/dev.txt
+	@PYTHON=$(PYTHON) tools/setup.sh .dev-installed requirements/dev.txt
+
+# Needs uv. UV_FIND_LINKS or UV_INDEX says where torch +cpu is, if your uv does not know.
+lock:
+	tools/lock.sh
