@@ -9,6 +9,7 @@ It runs the same commands, skips the same unchanged stages and writes the same d
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def retrain(profile: Profile, overrides: dict[OverrideKey, OverrideValue] | None
         run_id = _start_record(store, profile)
         try:
             results = _run_stages()
-            table = summary.table(METRICS)
+            table = summary.format_summary(json.loads(METRICS.read_text()))
             _say(f"\n{_times(results, time.monotonic() - started)}\n\n{table}")
             if run_id is not None:
                 _finish_record(store, run_id, results)
