@@ -79,7 +79,7 @@ def generate_server(
     with ExitStack() as stack:
         master = None
         if os.environ.get(OWNER) and layer_ids:
-            master = stack.enter_context(_mooncake_master(services))
+            master = stack.enter_context(mooncake_master(services))
         plan = _target_plan(
             target,
             engine=engine,
@@ -109,7 +109,7 @@ def extract_server(
                 "master (host:port) that the given server publishes to"
             )
         else:
-            master = stack.enter_context(_mooncake_master(services))
+            master = stack.enter_context(mooncake_master(services))
         if services.vllm.endpoint != MANAGED:
             yield _given(services.vllm.endpoint, services=services, master=master)
             return
@@ -304,7 +304,7 @@ def on_cpu() -> bool:
 
 
 @contextmanager
-def _mooncake_master(services: Services) -> Iterator[str]:
+def mooncake_master(services: Services) -> Iterator[str]:
     """A managed Mooncake master; yields its host:port."""
     spec = find_spec("mooncake")
     if spec is None or not spec.submodule_search_locations:
