@@ -11,8 +11,8 @@ Placeholders of a template, each drawn once a prompt:
   {n=3..12}   a whole number, {n=10..90/5} in steps; {n} repeats it
   [a|b|]      one of the alternatives
 `a` before a placeholder becomes `an` where it must, and sentences begin with a capital.
-A value may hold placeholders of its own. A list in a field yields a seeded choice of its items in
-their order: {topic:facts*5} takes five.
+A value may hold placeholders of its own. A list in a field yields one of its items; {topic:facts*5}
+yields the first, which says what the others speak of, and four more in their order.
 """
 
 from __future__ import annotations
@@ -136,8 +136,10 @@ def _fill(
 def _field(value: Any, *, take: int, draw: random.Random) -> str:
     if not isinstance(value, list):
         return str(value)
-    chosen = sorted(draw.sample(range(len(value)), min(take, len(value))))
-    return " ".join(str(value[index]) for index in chosen)
+    if take == 1:
+        return str(draw.choice(value))
+    others = draw.sample(range(1, len(value)), min(take, len(value)) - 1)
+    return " ".join(str(value[index]) for index in (0, *sorted(others)))
 
 
 def _read(path: Path) -> dict[str, Any]:

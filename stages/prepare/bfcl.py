@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from stages.params import BfclSource
-from stages.prepare.prompt import EVALUATION_SHARE, Candidates, Prompt, below, hash_order
+from stages.prepare.overlap import ngrams, words
+from stages.prepare.prompt import Candidates, Prompt, below, hash_order
 
 FILES = ("simple_python", "multiple", "parallel", "parallel_multiple", "live_simple")
 TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": None}
-MAX_EVALUATION_CHARACTERS = 600  # about 150 tokens: fits 256 beside a template's own instructions
+EVALUATION_SHARE = 0.4  # of the functions; few of their rows are short and unlike each other
+MAX_EVALUATION_CHARACTERS = 700  # fits 320 tokens with the instructions that templates add
 MAX_TRAIN_CHARACTERS = 1200
+ALIKE_WORDS = 4  # evaluation rows that share so many words in a row are variants of one task
 
 
 def load(source: BfclSource, *, seed: int) -> Candidates:
@@ -45,10 +48,24 @@ def load(source: BfclSource, *, seed: int) -> Candidates:
 
     return Candidates(
         domain=source.domain,
-        evaluation=hash_order(evaluation, salt="evaluation", key=key),
+        evaluation=_unlike(hash_order(evaluation, salt="evaluation", key=key)),
         train=hash_order(train, salt=f"train/{seed}", key=key),
         num_rows=len(evaluation) + len(train),
     )
+
+
+def _unlike(prompts: list[Prompt]) -> list[Prompt]:
+    """The first prompt of each task: a dozen functions compute a greatest common divisor."""
+    seen: set[str] = set()
+    kept = []
+    for prompt in prompts:
+        texts = [message["content"] for message in prompt.messages]
+        texts += [tool["function"]["description"] for tool in prompt.tools]
+        grams = {gram for text in texts for gram in ngrams(words(text), ALIKE_WORDS)}
+        if seen.isdisjoint(grams):
+            seen |= grams
+            kept.append(prompt)
+    return kept
 
 
 def openai_tool(function: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from stages.prepare.prompt import (
 EVALUATION_INSTRUCTION = (
     "Write a solution to the following problem and make sure that it passes the tests:"
 )
+MAX_EVALUATION_CHARACTERS = 500  # of a task: fits 256 tokens with any tokenizer
 # Worded apart from the evaluation's, so that the overlap rule compares problems, not wrappers.
 TRAIN_INSTRUCTIONS = (
     "Complete this Python function.",
@@ -49,7 +50,10 @@ def load(source: HumanEvalSource, *, seed: int) -> Candidates:
             f"{instruction}\n```python\n{task['prompt'].strip()}\n```",
             source=f"human_eval:{identity}",
         )
-        (evaluation if apart else train).append(prompt)
+        if not apart:
+            train.append(prompt)
+        elif len(task["prompt"]) <= MAX_EVALUATION_CHARACTERS:
+            evaluation.append(prompt)
 
     def key(prompt: Prompt) -> str:
         return prompt.source
