@@ -1,12 +1,13 @@
 """Greedy float32 decoding with and without the drafter, in one process: the losslessness gate.
 
     python -m stages.serving.offline --target DIR --package DIR --prompts FILE --out FILE
-        --max-tokens N --max-model-len N --kv-block-size N --num-speculative-tokens N
+        --max-tokens N --max-model-len N --kv-block-size N --kv-cache-bytes N
+        --num-speculative-tokens N
 
 --prompts holds a JSON list of token id lists; --out gets {"plain": [...], "batch_1": [...],
-"batch_all": [...]}, each the generated token ids in the prompts' order, and "num_drafts",
-"num_accepted_tokens" of each drafter run. float32 because in bfloat16 even plain decoding differs
-from itself across batch sizes, so only float32 can tell a wrong engine from rounding.
+"batch_all": [...]}, each the generated token ids in the prompts' order, and "num_drafts" and
+"num_accepted_tokens" of the two runs with the drafter. float32 because in bfloat16 even plain
+decoding differs from itself across batch sizes: only float32 tells a wrong engine from rounding.
 
 Run it as a process of its own: an engine in the process of a stage would outlive its use.
 """
@@ -27,7 +28,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m stages.serving.offline")
     for name in ("target", "package", "prompts", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    for name in ("max-tokens", "max-model-len", "kv-block-size", "num-speculative-tokens"):
+    for name in (
+        "max-tokens",
+        "max-model-len",
+        "kv-block-size",
+        "kv-cache-bytes",
+        "num-speculative-tokens",
+    ):
         parser.add_argument(f"--{name}", type=int, required=True)
     arguments = parser.parse_args()
     prompts = json.loads(arguments.prompts.read_text())
@@ -38,6 +45,7 @@ def main() -> None:
         max_tokens=arguments.max_tokens,
         max_model_len=arguments.max_model_len,
         kv_block_size=arguments.kv_block_size,
+        kv_cache_bytes=arguments.kv_cache_bytes,
         num_speculative_tokens=arguments.num_speculative_tokens,
     )
     arguments.out.write_text(json.dumps(result))
@@ -51,6 +59,7 @@ def compare(
     max_tokens: int,
     max_model_len: int,
     kv_block_size: int,
+    kv_cache_bytes: int,
     num_speculative_tokens: int,
 ) -> dict[str, Any]:
     """Decodes `prompts` plainly, then with the drafter one by one and all together."""
@@ -61,6 +70,7 @@ def compare(
         "dtype": "float32",
         "max_model_len": max_model_len,
         "block_size": kv_block_size,
+        "kv_cache_memory_bytes": kv_cache_bytes,
         "enforce_eager": True,
         "disable_log_stats": False,
         "max_num_seqs": max(len(prompts), 1),

@@ -1,0 +1,85 @@
+"""The results table, a pure function of evaluation/metrics.json. No torch: flows print it too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+HEADER = ("domain", "acceptance length", "tokens/s with", "tokens/s without", "speed-up")
+_MACRO = "macro average"
+
+
+def format_summary(metrics: Mapping[str, Any]) -> str:
+    """Nine domains and the macro averages, then in words what a reader must not miss.
+
+    Speeds are those of one user. A domain's speed-up is the quotient of its two medians; the macro
+    average is the geometric mean over the domains of the ratio on paired prompts.
+    """
+    rows = [
+        (
+            name,
+            _number(domain["acceptance_length"], 2),
+            _number(domain["tokens_per_s_per_user"], 1),
+            _number(domain["baseline_tokens_per_s_per_user"], 1),
+            _factor(_ratio(domain)),
+        )
+        for name, domain in metrics["domains"].items()
+    ]
+    macro = (
+        _MACRO,
+        _number(metrics["macro_acceptance_length"], 2),
+        "",
+        "",
+        _factor(metrics["macro_speedup"]),
+    )
+    table = [HEADER, *rows, macro]
+    widths = [max(len(row[column]) for row in table) for column in range(len(HEADER))]
+    rule = "  ".join("-" * width for width in widths)
+    lines = [_line(HEADER, widths), rule, *(_line(row, widths) for row in rows), rule]
+    return "\n".join([*lines, _line(macro, widths), *_remarks(metrics)])
+
+
+def _remarks(metrics: Mapping[str, Any]) -> list[str]:
+    domains: Mapping[str, Any] = metrics["domains"]
+    ratios = {name: _ratio(domain) for name, domain in domains.items()}
+    slower = [f"{name} ({ratio:.2f}x)" for name, ratio in ratios.items() if ratio and ratio < 1]
+    unmeasured = [name for name, ratio in ratios.items() if ratio is None]
+    macro, lossless = metrics["macro_speedup"], metrics["lossless"]
+    remarks = []
+    if macro is not None and macro < 1:
+        remarks.append(
+            f"Single-stream speed with the drafter is BELOW the plain engine's: {macro:.2f}x."
+        )
+    if slower:
+        remarks.append(f"Single-stream speed is below 1.0x in: {', '.join(slower)}.")
+    if unmeasured:
+        remarks.append(
+            "Speed not measured, and left out of the macro average (responses too short): "
+            f"{', '.join(unmeasured)}."
+        )
+    remarks.append(
+        f"Lossless (greedy, float32): {lossless['identical']} of {lossless['checked']} responses "
+        "identical with and without the drafter."
+    )
+    return remarks
+
+
+def _ratio(domain: Mapping[str, Any]) -> float | None:
+    with_drafter = domain["tokens_per_s_per_user"]
+    without = domain["baseline_tokens_per_s_per_user"]
+    return with_drafter / without if with_drafter and without else None
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _factor(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _line(row: tuple[str, ...], widths: list[int]) -> str:
+    first, *rest = row
+    cells = [first.ljust(widths[0])]
+    cells += [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+    return "  ".join(cells).rstrip()
