@@ -144,4 +144,15 @@ def _set(document: Any, key: str, value: Value) -> None:
         document = document.setdefault(parent, {})
         if not isinstance(document, dict):
             raise ValueError(f"{key}: {parent} is a value in params.yaml, not a section")
-    document[last] = value
+    document[last] = _in_one_line(value)
+
+
+def _in_one_line(value: Value) -> Any:
+    """Lists and mappings as [a, b] and {a: b}, the style of params.yaml."""
+    from ruamel.yaml.comments import CommentedMap, CommentedSeq
+
+    if not isinstance(value, list | dict):
+        return value
+    styled: Any = CommentedSeq(value) if isinstance(value, list) else CommentedMap(value)
+    styled.fa.set_flow_style()
+    return styled

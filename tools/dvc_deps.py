@@ -96,9 +96,12 @@ def modules_named(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             # `from stages import contracts` names a module or an attribute; files decide which.
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if _NAMED.fullmatch(node.value):
-                names.add(node.value)
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and _NAMED.fullmatch(node.value)
+        ):
+            names.add(node.value)
     return {name for name in names if name.split(".")[0] == PACKAGE}
 
 
