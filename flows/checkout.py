@@ -38,6 +38,18 @@ def held(holder: str, *, say: Callable[[str], None], lock: Path = LOCK) -> Itera
             file.truncate()
 
 
+def is_held(lock: Path = LOCK) -> bool:
+    """True while a run holds the checkout."""
+    if not lock.is_file():
+        return False
+    with lock.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def _describe(record: str) -> str:
     try:
         entry = json.loads(record)

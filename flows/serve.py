@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from flows import checkout
 from stages.serving import supervisor
 
 LOGS = Path("run/logs")
@@ -54,6 +55,7 @@ def serve() -> None:
         log = LOGS / "prefect-server.log"
         server = stack.enter_context(_held(["server", "start", *listen], log=log))
         _wait_for(f"{url}/health", server=server, log=log)
+        _close_dead_runs()
         _prefect("work-pool", "create", WORK_POOL, "--type", "process", "--overwrite")
         _prefect("--no-prompt", "deploy", "--all")
         log = LOGS / "prefect-worker.log"
@@ -69,7 +71,7 @@ def serve() -> None:
 
 @contextmanager
 def _held(arguments: list[str], *, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A prefect command that ends with the block, or with this process; its output goes to `log`."""
+    """A prefect command that ends with the block or with this process; `log` takes its output."""
     log.write_bytes(b"")
     command = [sys.executable, "-m", "prefect", *arguments]
     process = subprocess.Popen(
@@ -83,6 +85,31 @@ def _held(arguments: list[str], *, log: Path) -> Iterator[subprocess.Popen[bytes
         assert process.stdin is not None
         process.stdin.close()
         process.wait()
+
+
+def _close_dead_runs() -> None:
+    """Marks runs that were killed as crashed: a deployment's next run would wait for them for ever.
+
+    Nothing can be running while no worker is started and nobody holds the checkout.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import (
+        FlowRunFilter,
+        FlowRunFilterState,
+        FlowRunFilterStateType,
+    )
+    from prefect.states import Crashed, StateType
+
+    unfinished = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
+    condition = FlowRunFilter(
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished))
+    )
+    if checkout.is_held():
+        return
+    with get_client(sync_client=True) as client:
+        for run in client.read_flow_runs(flow_run_filter=condition):
+            client.set_flow_run_state(run.id, Crashed(message="its process was killed"))
+            print(f"Prefect run {run.name} was killed; it is marked as crashed", flush=True)
 
 
 def _prefect(*arguments: str) -> None:
