@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from stages.params import (
 from stages.prepare import authored as authored_source
 from stages.prepare import bfcl, datasets_source, files, human_eval
 from stages.prepare.overlap import OverlapIndex
-from stages.prepare.prompt import Candidates, Prompt
+from stages.prepare.prompt import Candidates, Prompt, Reject
 from stages.prepare.selection import Fault, Selection, choose_evaluation, choose_train
 from stages.serving.chat import Renderer, RenderError
 
@@ -66,7 +67,7 @@ def run(*, prepare: PrepareParams, target: Path, authored: Path, out: Path) -> N
             "the change of their sources, or write the new checksum (null: not frozen)"
         )
     rejected = contracts.write_rejects(work, selection.rejects)
-    _check_yield(prepare, sources, selection, rejected)
+    _check_yield(prepare, sources, selection, ledger=work / contracts.REJECTS)
     _write(work, selection)
     manifest = contracts.write_manifest(
         work,
@@ -163,26 +164,36 @@ def _select(prepare: PrepareParams, sources: list[Candidates], limits: _Limits) 
 
 
 def _check_yield(
-    prepare: PrepareParams,
-    sources: list[Candidates],
-    selection: Selection,
-    rejected: dict[str, int],
+    prepare: PrepareParams, sources: list[Candidates], selection: Selection, *, ledger: Path
 ) -> None:
-    """Raises ValueError for too many rejects or an empty split, with what to do about overlaps."""
+    """Raises ValueError for too many rejects or an empty split, with what to do about overlaps.
+
+    The limit holds for the rows of each source, and for the prompts that were looked at: rows that
+    were good but not needed do not hide what was wrong with the others.
+    """
+    limit = prepare.max_rejected_fraction
+    for source in sources:
+        if source.rejects:
+            where = source.rejects[0]["id"]
+            with _explained(f"; the first is {where}, all are in {ledger}"):
+                contracts.check_yield(
+                    "prepare",
+                    kept=source.num_rows - len(source.rejects),
+                    rejected=_reasons(source.rejects),
+                    limit=limit,
+                )
     chosen = len(selection.train) + len(selection.validation)
     chosen += sum(map(len, selection.evaluation.values()))
-    lost = sum(rejected.values())
-    # Rows of a file that were good but not needed count as kept.
-    kept = max(chosen, sum(source.num_rows for source in sources) - lost)
-    try:
-        contracts.check_yield(
-            "prepare", kept=kept, rejected=rejected, limit=prepare.max_rejected_fraction
-        )
-    except ValueError as error:
-        phrases = selection.shared_phrases.most_common(3)
-        hint = f"; phrases shared most often with evaluation: {phrases}" if phrases else ""
-        advice = " (list task instructions in prepare.boilerplate)" if phrases else ""
-        raise ValueError(f"{error}{hint}{advice}") from None
+    phrases = selection.shared_phrases.most_common(3)
+    hint = (
+        f"; phrases shared most often with evaluation: {phrases} (list task instructions in "
+        "prepare.boilerplate)"
+        if phrases
+        else ""
+    )
+    with _explained(f"; see {ledger}{hint}"):
+        looked_at = selection.rejects[sum(len(source.rejects) for source in sources) :]
+        contracts.check_yield("prepare", kept=chosen, rejected=_reasons(looked_at), limit=limit)
     empty = [
         name
         for name, prompts, wanted in (
@@ -196,6 +207,18 @@ def _check_yield(
             f"prepare: no {' and no '.join(empty)} prompt is left of {chosen}; add sources, or "
             "raise prepare.num_train_prompts or prepare.validation_fraction"
         )
+
+
+@contextmanager
+def _explained(hint: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error}{hint}") from None
+
+
+def _reasons(rejects: Iterable[Reject]) -> Counter[str]:
+    return Counter(item["reason"] for item in rejects)
 
 
 def checksum(prompts: Iterable[Prompt]) -> str:
