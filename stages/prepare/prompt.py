@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -74,7 +74,7 @@ def below(text: str, fraction: float) -> bool:
     return unit_hash(text) < int(fraction * 2**32)
 
 
-def hash_order(items: Iterable[_T], *, salt: str, key: Any) -> list[_T]:
+def hash_order(items: Iterable[_T], *, salt: str, key: Callable[[_T], str]) -> list[_T]:
     """`items` in an order that looks random, is the same everywhere, and that additions keep."""
     return sorted(items, key=lambda item: hashlib.sha256(f"{salt}/{key(item)}".encode()).digest())
 
