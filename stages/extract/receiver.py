@@ -95,9 +95,8 @@ class Receiver:
             except RequestRefused as error:
                 return Rejected("server_refused", str(error))
             try:
-                wire.check_reply(completion.kv_transfer_params, key=key, shape=shape)
                 await asyncio.get_running_loop().run_in_executor(
-                    self._thread, self._fetch, row, key, shape
+                    self._thread, self._fetch, row, key, shape, completion.kv_transfer_params
                 )
             except wire.BadStates as error:
                 rejected = Rejected(error.reason, str(error))
@@ -112,8 +111,15 @@ class Receiver:
         self._thread.shutdown()
         self.writer.close()
 
-    def _fetch(self, row: Mapping[str, Any], key: str, shape: wire.StatesShape) -> None:
+    def _fetch(
+        self,
+        row: Mapping[str, Any],
+        key: str,
+        shape: wire.StatesShape,
+        announced: Mapping[str, Any] | None,
+    ) -> None:
         try:
+            wire.check_reply(announced, key=key, shape=shape)
             length = self.store.get_into(
                 key, self.buffer.ctypes.data, shape.object_bytes, wait_s=_OBJECT_WAIT_S
             )

@@ -91,7 +91,7 @@ class Store:
         """Connects. Raises StoreUnreachable, or ValueError where mooncake cannot be loaded."""
         _check_reachable(settings.master)
         # Its library writes two pages about itself to stderr unless told before it is loaded.
-        os.environ.setdefault("GLOG_minloglevel", "2")
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
         try:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig
         except ImportError as error:
