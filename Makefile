@@ -22,7 +22,7 @@ export VLLM_NO_USAGE_STATS := 1
 .DEFAULT_GOAL := retrain
 
 retrain: setup
-	@python -m flows.retrain --profile $(PROFILE) $(foreach value,$(SET),--set $(value))
+	@python -m flows.retrain --profile $(PROFILE) $(foreach value,$(SET),--set '$(value)')
 
 test: setup .venv/.dev-installed
 	@python -m pytest $(PYTEST)

@@ -81,7 +81,9 @@ def test_shared_rooms_import_no_stage() -> None:
 
 
 def test_flows_import_the_shared_rooms_alone() -> None:
-    allowed = re.compile(r"stages\.(params|contracts|tracking|summary|serving\.(launch|supervisor))\b")
+    allowed = re.compile(
+        r"stages\.(params|contracts|tracking|summary|serving\.(launch|supervisor))\b"
+    )
     for path in under("flows/"):
         names = {n for n in imports(path) if n.split(".")[0] == "stages"}
         assert all(allowed.match(name) for name in names), f"{path}: {names}"
