@@ -28,6 +28,7 @@ DRAFTS, DRAFTED, ACCEPTED = COUNTERS = (
     "vllm:spec_decode_num_accepted_tokens",
 )
 ATTEMPTS = 2
+MAX_FAILURES = 3  # then the server is taken for dead and nothing more is asked
 WARM_UP_TOKENS = 32
 
 
@@ -73,6 +74,8 @@ async def measure_acceptance(
                 progress.update()
                 if isinstance(answer, Failure):
                     failures.append(answer)
+                    if len(failures) == MAX_FAILURES:
+                        raise_failures(failures, of=len(prompts))
                     continue
                 row = _acceptance_row(prompt, answer, url=endpoint.url)
                 rows.append(row)
@@ -138,6 +141,8 @@ async def measure_speed(
                 answer = await _attempt(request, prompt=prompt, retries=retries)
                 if isinstance(answer, Failure):
                     failures.append(answer)
+                    if len(failures) == MAX_FAILURES:
+                        raise_failures(failures, of=2 * len(prompts))
                     break
                 row[name] = _timing(answer)
             else:
@@ -169,10 +174,13 @@ def check_session(session: dict[str, Any], *, block_size: int, shared: bool) -> 
 
 
 def raise_failures(failures: Sequence[Failure], *, of: int) -> None:
+    """Raises ValueError with the first reasons, unless there is none."""
     if failures:
-        reasons = "\n".join(f"  {failure.id}: {failure.reason}" for failure in failures[:5])
+        reasons = "\n".join(
+            f"  {failure.id}: {failure.reason}" for failure in failures[:MAX_FAILURES]
+        )
         raise ValueError(
-            f"evaluate: {len(failures)} of {of} requests failed {ATTEMPTS} times:\n{reasons}\n"
+            f"evaluate: {len(failures)} of {of} requests failed {ATTEMPTS} times each:\n{reasons}\n"
             "the results of the others are kept; run the stage again once the server is well"
         )
 

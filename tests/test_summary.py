@@ -1,0 +1,56 @@
+"""The results table says what was measured, and says plainly what is bad or missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stages.params import DOMAINS
+from stages.summary import format_summary
+
+
+def metrics(**changes: Any) -> dict[str, Any]:
+    domain = {
+        "acceptance_length": 1.5,
+        "tokens_per_s_per_user": 60.0,
+        "baseline_tokens_per_s_per_user": 40.0,
+        "prompts": 12,
+        "drafts": 800,
+    }
+    return {
+        "macro_acceptance_length": 1.5,
+        "macro_speedup": 1.49,
+        "domains": {name: dict(domain) for name in DOMAINS},
+        "lossless": {"checked": 9, "identical": 9},
+        **changes,
+    }
+
+
+def test_nine_domains_and_the_macro_average_are_printed() -> None:
+    lines = format_summary(metrics()).splitlines()
+    for name in DOMAINS:
+        row = next(line for line in lines if line.startswith(name + " "))
+        assert row.split()[-4:] == ["1.50", "60.0", "40.0", "1.50x"]
+    assert next(line for line in lines if line.startswith("macro")).split()[-2:] == [
+        "1.50",
+        "1.49x",
+    ]
+    assert len({len(line) for line in lines[:13]}) == 1
+    assert "below" not in format_summary(metrics()).lower()
+    assert "9 of 9" in lines[-1]
+
+
+def test_a_slow_domain_and_a_slow_whole_are_named() -> None:
+    body = metrics(macro_speedup=0.93)
+    body["domains"]["rag"]["tokens_per_s_per_user"] = 30.0
+    text = format_summary(body)
+    assert "BELOW the plain engine's: 0.93x" in text
+    assert "below 1.0x in: rag (0.75x)" in text
+
+
+def test_what_was_not_measured_is_a_dash_and_said_so() -> None:
+    body = metrics(macro_speedup=None)
+    for domain in body["domains"].values():
+        domain["tokens_per_s_per_user"] = domain["baseline_tokens_per_s_per_user"] = None
+    text = format_summary(body)
+    assert text.splitlines()[2].split()[-3:] == ["-", "-", "-"]
+    assert "Speed not measured" in text
