@@ -59,13 +59,14 @@ done
 # --no-deps: the pins are complete, and leave out what must not be there (torchvision for CUDA).
 step "installing $(cat "$@" | grep -c '==') packages ($*)" \
     .venv/bin/python -m pip install --no-deps --no-compile --disable-pip-version-check --no-input --progress-bar off "${arguments[@]}" || {
-    if grep -q 'torch==.*+cpu' "$log" && grep -qi 'no matching distribution' "$log"; then
+    if grep -Eq '^ERROR:.* torch==[0-9.]+\+cpu' "$log"; then
         fail "pip finds no torch +cpu; add PyTorch's CPU wheel index to pip's configuration (extra-index-url) and run again"
     fi
     fail "pip could not install the pins; all of its output is in $log"
 }
-# Files that do not compile (templates, Python 2) are no fault of ours.
-step "compiling byte code" .venv/bin/python -m compileall -q -j 0 .venv/lib || true
+# Some packages carry files for other versions of Python, which do not compile: that is no fault.
+printf 'set-up: compiling byte code\n'
+.venv/bin/python -m compileall -q -j 0 .venv/lib >>"$log" 2>&1 || true
 
 git rev-parse --git-dir >/dev/null 2>&1 || step "git init" git init
 [ -d .dvc ] || step "dvc init" .venv/bin/dvc init -q
