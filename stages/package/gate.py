@@ -22,7 +22,7 @@ from stages.dspark.draft import Draft, draft_greedy
 from stages.dspark.model import Drafter
 from stages.package.check import PackageError
 from stages.params import PackageParams, Services
-from stages.serving.launch import vllm_environment
+from stages.serving.launch import on_cpu, vllm_environment
 from stages.weights import TargetWeights
 
 
@@ -109,6 +109,11 @@ def served_drafts(
 
     Raises PackageError with the end of that process's output where vLLM does not load it.
     """
+    if not on_cpu():
+        raise PackageError(
+            "load gate: compares in float32 on vLLM's CPU build, which is not installed here; run "
+            "the package stage in an environment of requirements/cpu.txt"
+        )
     # Not in the package's folder: vLLM loads every safetensors file that it finds there.
     with tempfile.TemporaryDirectory(prefix="load-gate-") as scratch:
         given, out = Path(scratch, "samples.safetensors"), Path(scratch, "drafts.safetensors")

@@ -12,7 +12,6 @@ times an r x Vd product with its argmax; no loop over requests, no copy to the h
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -171,16 +170,18 @@ class DSparkProposer(DFlashProposer):
         )
 
         upper_bound = cad.seq_lens_cpu_upper_bound
-        new_cad = replace(
-            cad,
+        # A new one: the other fields of `cad` describe the target's batch.
+        new_cad = CommonAttentionMetadata(
             query_start_loc=self.arange[: num_requests + 1] * num_slots,
             query_start_loc_cpu=torch.from_numpy(self.token_arange_np[: num_requests + 1])
             * num_slots,
             seq_lens=seq_lens + num_slots,
             seq_lens_cpu_upper_bound=None if upper_bound is None else upper_bound + num_slots,
+            num_reqs=cad.num_reqs,
             num_actual_tokens=num_queries,
             max_query_len=num_slots,
             max_seq_len=cad.max_seq_len + num_slots,
+            block_table_tensor=cad.block_table_tensor,
             slot_mapping=slot_mapping,
             causal=False,
         )
