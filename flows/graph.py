@@ -68,7 +68,7 @@ def reproduce(stage: str, *, environment: Mapping[str, str], root: Path = Path()
 def link_outputs(root: Path = Path()) -> None:
     """Replaces outputs that a run left as copies by links into DVC's cache.
 
-    Costs a stat a file where nothing is to do, and nothing on one of disk space where it is.
+    Costs a stat a file where nothing is to do.
     """
     with _repo(root) as (repo, _):
         folders = [Path(out.fs_path) for out in repo.index.outs if out.use_cache]
@@ -77,7 +77,10 @@ def link_outputs(root: Path = Path()) -> None:
 
 
 def _is_copy(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1
+    if path.is_symlink() or not path.is_file():
+        return False
+    status = path.stat()
+    return status.st_nlink == 1 and status.st_size > 0  # DVC never links empty files
 
 
 def _with_this_python() -> dict[str, str]:

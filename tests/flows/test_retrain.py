@@ -123,7 +123,8 @@ def test_package_and_evaluation_are_whole(checkout: Path, first_run: str) -> Non
 
 def test_outputs_are_links_into_the_cache(checkout: Path, first_run: str) -> None:
     for path in (*(checkout / "package").iterdir(), *(checkout / "evaluation").glob("*.*")):
-        assert path.is_symlink() or path.stat().st_nlink > 1, path
+        linked = path.is_symlink() or path.stat().st_nlink > 1
+        assert linked or path.stat().st_size == 0, path  # DVC never links empty files
 
 
 def test_a_second_run_does_nothing_and_starts_no_server(
@@ -138,23 +139,22 @@ def test_a_second_run_does_nothing_and_starts_no_server(
 
 
 def test_the_drafters_shape_reruns_train_package_and_evaluate_only(
-    checkout: Path, first_run: str
+    checkout: Path, first_run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import networkx
     from dvc.repo import Repo
 
+    monkeypatch.chdir(checkout)
     params = checkout / "params.yaml"
     before = params.read_text()
     assert "num_layers: 1" in before
     params.write_text(before.replace("num_layers: 1", "num_layers: 2"))
     try:
-        with Repo(str(checkout)) as repo:
+        with Repo() as repo:
             changed = set(repo.status())
             dag = repo.index.graph  # edges from a stage to what it depends on
             rerun = {s.name for s in dag if s.name in changed or depends_on(dag, s, changed)}
     finally:
         params.write_text(before)
-    assert networkx.is_directed_acyclic_graph(dag)
     assert rerun == {"train", "package", "evaluate"}
 
 
@@ -170,7 +170,7 @@ def test_a_second_clone_pulls_package_and_evaluation(checkout: Path, first_run: 
     assert (checkout.parent / "dspark-dvc-remote").is_dir()
     second = checkout.parent / "second"
     run(checkout.parent, "git", "clone", "-q", str(checkout), str(second))
-    run(second, *dvc, "pull", "-q", "package", "evaluation")
+    run(second, *dvc, "pull", "-q", "package", "evaluate")  # stages, not folders
     for folder, kind in (("package", "package"), ("evaluation", "evaluate")):
         assert contracts.read_manifest(second / folder, kind) == contracts.read_manifest(
             checkout / folder, kind
