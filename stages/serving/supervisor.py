@@ -5,7 +5,8 @@
 LIFELINE is a FIFO's path, or "-" for standard input. The owner holds its write end; the kernel
 closes that however the owner dies, SIGKILL included, and the supervisor sees end of file. It then
 sends SIGTERM to the server's process group, waits GRACE_S, and sends SIGKILL. SIGTERM to the
-supervisor does the same. It exits with the server's status, and the server's output goes to LOG.
+supervisor does the same; a supervisor that is killed takes the group along. It exits with the
+server's status, and the server's output goes to LOG.
 
 A script on the standard library alone: it starts in milliseconds and holds a few MiB.
 """
@@ -13,7 +14,6 @@ A script on the standard library alone: it starts in milliseconds and holds a fe
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -24,7 +24,6 @@ from pathlib import Path
 
 GRACE_S = 5.0
 _POLL_S = 0.1
-_PR_SET_PDEATHSIG = 1
 
 
 def open_lifeline(name: str) -> int:
@@ -64,9 +63,22 @@ def end_group(group: int, *, grace_s: float) -> None:
             time.sleep(0.02)
 
 
-def _die_with_supervisor() -> None:
-    """In the child, before exec: a killed supervisor takes the server's leader with it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _guard(group: int) -> int:
+    """A second process, which kills the group when this one is killed; returns its id.
+
+    A death signal (prctl) would reach the group's leader alone, and vLLM's engine is its child.
+    """
+    read, write = os.pipe()
+    guard = os.fork()
+    if guard == 0:
+        os.setsid()
+        os.close(write)
+        os.read(read, 1)  # ends when the supervisor does: nothing is ever written
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        os._exit(0)
+    os.close(read)
+    return guard
 
 
 def supervise(lifeline: int, *, log: Path, command: list[str]) -> int:
@@ -87,8 +99,8 @@ def supervise(lifeline: int, *, log: Path, command: list[str]) -> int:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_supervisor,
         )
+    guard = _guard(server.pid)
     try:
         while server.poll() is None and not told_to_stop:
             if owner_is_gone(lifeline, timeout_s=_POLL_S):
@@ -96,6 +108,8 @@ def supervise(lifeline: int, *, log: Path, command: list[str]) -> int:
     finally:
         ended = server.poll()
         end_group(server.pid, grace_s=GRACE_S)
+        os.kill(guard, signal.SIGKILL)  # before the group's id can be somebody else's
+        os.waitpid(guard, 0)
     return 0 if ended is None else ended if ended >= 0 else 128 - ended
 
 
