@@ -15,8 +15,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
@@ -85,6 +87,26 @@ def draft_block(
     return Block(tokens, logits, confidences.view(num_requests, num_slots))
 
 
+def norm_context_keys_by_layer(model: Qwen3DSparkForCausalLM) -> None:
+    """Gives every layer's context keys their own norm on CPU, where vLLM 0.32 gives them layer 0's.
+
+    Its model norms the keys [L, T, heads, head_dim] of all layers in one rms_norm call with gains
+    [L, head_dim]; the CPU kernel reads the first row for all of them (the CUDA kernel does not),
+    which spoils drafts of two layers and more without a word. Here it is one call a layer.
+    """
+    if not current_platform.is_cpu():
+        return
+    backbone = model.model
+
+    def norm(keys: torch.Tensor) -> torch.Tensor:
+        normed = torch.empty_like(keys)
+        for layer, gain in enumerate(backbone._k_norm_weights):
+            ops.rms_norm(normed[layer], keys[layer], gain, backbone._rms_norm_eps)
+        return normed
+
+    backbone._normalize_context_k = norm
+
+
 class DSparkProposer(DFlashProposer):
     """Greedy DSpark drafting behind vLLM's `dflash` method.
 
@@ -120,6 +142,7 @@ class DSparkProposer(DFlashProposer):
                 f"{self.draft_model_config.model} has no confidence_head weights; make the package "
                 "again"
             )
+        norm_context_keys_by_layer(self.model)
 
     def set_inputs_first_pass(
         self,

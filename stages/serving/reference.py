@@ -116,6 +116,8 @@ class _Model:
         )
         from vllm.model_executor.model_loader import get_model
 
+        from stages.serving.proposer import norm_context_keys_by_layer
+
         speculative = self._config.speculative_config
         assert speculative is not None
         with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(self._config):
@@ -130,6 +132,7 @@ class _Model:
             self.model: Any = get_model(
                 vllm_config=self._config, model_config=speculative.draft_model_config
             )
+        norm_context_keys_by_layer(self.model)
         weights = load_target_weights(target)
         embedding = self.model.model.embed_tokens
         embedding.weight_loader(embedding.weight, weights.embedding.float())

@@ -24,10 +24,15 @@ PASSES: list[dict[str, torch.Tensor]] = []
 
 
 class RecordingProposer(DSparkProposer):
+    """Records until the first pass over several requests: from then on states are interleaved."""
+
+    together = False
+
     def propose(self, *args: Any, **given: Any) -> torch.Tensor:
         drafts = super().propose(*args, **given)
         assert self.last_confidences is not None
-        if len(drafts) == 1:
+        self.together |= len(drafts) > 1
+        if not self.together:
             PASSES.append(
                 {
                     "states": given["target_hidden_states"].clone(),

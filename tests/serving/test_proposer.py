@@ -42,7 +42,7 @@ def package(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-    config = config_for(tiny_target, layer_ids=TINY_LAYER_IDS)
+    config = config_for(tiny_target, layer_ids=TINY_LAYER_IDS, num_layers=2)
     tensors = random_tensors(config, tiny_target)
     with torch.inference_mode():
         spoken = [
