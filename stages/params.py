@@ -187,6 +187,8 @@ class TrainParams(Section):
     num_epochs: Positive
     batch_tokens: Positive
     anchors_per_sample: Positive
+    optimizer: Literal["muon", "adamw"]
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)]
     learning_rate: Annotated[float, Field(gt=0)]
     warmup_fraction: Fraction
     min_learning_rate_fraction: Fraction

@@ -155,10 +155,13 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.markov_head = MarkovHead(config)
         self.confidence_head = ConfidenceHead(config)
+        # Folded into fc.weight in the package, see condition().
+        self.register_buffer("plane_scale", torch.ones(self.fc.in_features), persistent=False)
 
     @torch.no_grad()
-    def initialise(self, *, seed: int) -> None:
-        """Normal(0, 0.02) matrices from `seed`; Markov bias and confidence start at zero."""
+    def initialise(self, *, seed: int, target_norm: Tensor) -> None:
+        """Normal(0, 0.02) matrices from `seed`; Markov bias and confidence start at zero, and the
+        last norm as the target's [H], whose logit head it feeds."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             if parameter.dim() > 1:
@@ -166,6 +169,14 @@ class Drafter(nn.Module):
         self.markov_head.markov_w2.weight.zero_()
         self.confidence_head.proj.weight.zero_()
         self.confidence_head.proj.bias.zero_()
+        self.norm.weight.copy_(target_norm)
+
+    def condition(self, plane_rms: Tensor) -> None:
+        """Makes fc see captured channels of root mean square one; plane_rms: [A*H].
+
+        A target's channels differ by two orders of magnitude, and Adam's steps are of one size.
+        """
+        self.plane_scale.copy_(1.0 / plane_rms.clamp(min=1e-6))
 
     def forward(
         self,
@@ -182,7 +193,7 @@ class Drafter(nn.Module):
         """
         config, N = self.config, self.config.block_size
         B, M, H = anchor_embeddings.shape
-        context = self.hidden_norm(self.fc(planes))
+        context = self.hidden_norm(F.linear(planes, self.fc.weight * self.plane_scale))
         x = torch.cat(
             [anchor_embeddings.unsqueeze(2), mask_embedding.expand(B, M, N - 1, H)], dim=2
         ).to(context.dtype)
@@ -216,6 +227,12 @@ class Drafter(nn.Module):
         proj = self.confidence_head.proj
         return F.linear(features, proj.weight.float(), proj.bias.float()).squeeze(-1)
 
+    def packaged(self) -> dict[str, Tensor]:
+        """The parameters under their packaged names, plane_scale folded into fc.weight."""
+        tensors = {name: value.detach().clone() for name, value in self.named_parameters()}
+        tensors["fc.weight"] *= self.plane_scale
+        return tensors
+
     def load_packaged(self, tensors: Mapping[str, Tensor]) -> None:
         """Loads parameters from a checkpoint (any dtype). Raises ValueError on missing, unknown or
         misshapen tensors; those of the draft vocabulary (VOCAB_TENSORS) are not parameters."""
@@ -230,5 +247,6 @@ class Drafter(nn.Module):
         if wrong:
             raise ValueError("the checkpoint does not fit its config.json: " + "; ".join(wrong))
         with torch.no_grad():
+            self.plane_scale.fill_(1.0)
             for name, parameter in own.items():
                 parameter.copy_(given[name])

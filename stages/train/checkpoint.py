@@ -16,8 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from stages.dspark.model import Drafter
+from stages.train.optimizer import Optimizer
+
 LATEST, BEST = "latest.safetensors", "best.safetensors"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
@@ -31,27 +33,22 @@ class Progress:
     curve: list[dict[str, float]] = field(default_factory=list)
 
 
-def save_best(folder: Path, model: nn.Module) -> None:
-    _write(folder / BEST, {name: value.detach() for name, value in model.named_parameters()}, {})
+def save_best(folder: Path, drafter: Drafter) -> None:
+    """In the packaged form."""
+    _write(folder / BEST, drafter.packaged(), {})
 
 
 def load_best(folder: Path) -> dict[str, Tensor]:
     return _read(folder / BEST)[0]
 
 
-def save_latest(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress
-) -> None:
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        tensors[name] = parameter.detach()
-        for moment in MOMENTS:
-            if moment in optimizer.state[parameter]:
-                tensors[f"{moment}:{name}"] = optimizer.state[parameter][moment]
+def save_latest(folder: Path, model: nn.Module, optimizer: Optimizer, progress: Progress) -> None:
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    tensors |= optimizer.state()
     _write(folder / LATEST, tensors, {"progress": json.dumps(asdict(progress))})
 
 
-def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+def resume(folder: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
     """Restores the last resume point into model and optimiser; a fresh Progress where none is."""
     if not (folder / LATEST).is_file():
         return Progress()
@@ -60,10 +57,7 @@ def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[name])
-            optimizer.state[parameter] = {
-                "step": torch.tensor(float(progress.step)),
-                **{moment: tensors[f"{moment}:{name}"] for moment in MOMENTS},
-            }
+    optimizer.load_state(tensors)
     return progress
 
 

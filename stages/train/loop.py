@@ -30,6 +30,7 @@ from stages.params import TrainParams
 from stages.shards import ShardReader
 from stages.train.batches import load_batch, plan_epoch
 from stages.train.checkpoint import Progress, resume, save_best, save_latest
+from stages.train.optimizer import Optimizer
 
 Sample = dict[str, Any]
 VALIDATION_SEED = 7  # anchors of the validation blocks are the same at every validation
@@ -53,7 +54,7 @@ class Trainer:
         the loss is not finite; the best weights so far stay."""
         params = self.params
         plan = self._plan()
-        optimizer = self._optimizer()
+        optimizer = Optimizer(self.drafter, params)
         progress = resume(self.folder, self.drafter, optimizer)
         validate_at = {
             math.ceil(len(plan) * (i + 1) / params.validations) for i in range(params.validations)
@@ -92,26 +93,15 @@ class Trainer:
             )
         ]
 
-    def _optimizer(self) -> torch.optim.Optimizer:
-        decayed = [p for p in self.drafter.parameters() if p.dim() > 1]
-        others = [p for p in self.drafter.parameters() if p.dim() <= 1]
-        groups = [
-            {"params": decayed, "weight_decay": self.params.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, betas=self.params.betas, fused=True)
-
     def _step(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         step: int,
         num_steps: int,
         epoch: int,
         documents: list[int],
     ) -> float:
         params = self.params
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, num_steps=num_steps, params=params)
         seeds = [(params.seed * 1_000_003 + epoch) * 1_000_003 + document for document in documents]
         batch = self._load([self.train[i] for i in documents], params.anchors_per_sample, seeds)
         result = self._forward(batch)
@@ -123,8 +113,7 @@ class Trainer:
             )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), params.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.step(learning_rate(step, num_steps=num_steps, params=params))
         return float(loss.detach())
 
     def _load(self, samples: Sequence[Sample], num_anchors: int, seeds: Sequence[int]) -> Batch:

@@ -237,11 +237,24 @@ def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes():
         _drafter().load_packaged(tensors)
 
 
+@torch.no_grad()
+def test_the_package_of_a_conditioned_drafter_drafts_the_same():
+    trained, served = _drafter(), Drafter(CONFIG)
+    g = torch.Generator().manual_seed(4)
+    trained.condition(torch.rand(2 * CONFIG.hidden_size, generator=g) * 50)
+    served.load_packaged(trained.packaged())
+    planes = torch.randn(1, 9, 2 * CONFIG.hidden_size, generator=g)
+    embeddings = torch.randn(2, CONFIG.hidden_size, generator=g)
+    inputs = planes, torch.tensor([[4]]), embeddings[:1, None], embeddings[1]
+    torch.testing.assert_close(trained(*inputs), served(*inputs), rtol=1e-5, atol=1e-5)
+
+
 @settings(max_examples=5, deadline=None)
 @given(st.integers(0, 1000))
 def test_initialisation_depends_on_the_seed_alone(seed):
     first, second = Drafter(CONFIG), Drafter(CONFIG)
-    first.initialise(seed=seed)
-    second.initialise(seed=seed)
+    norm = torch.rand(CONFIG.hidden_size)
+    first.initialise(seed=seed, target_norm=norm)
+    second.initialise(seed=seed, target_norm=norm)
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
