@@ -28,7 +28,6 @@ MANAGED = "managed"
 OWNER = "DSPARK_OWNER"
 LAYER_IDS = "DSPARK_LAYER_IDS"
 _PROJECT = Path(__file__).resolve().parents[2]
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -278,7 +277,7 @@ def vllm_environment(services: Services) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
-    if services.host in _LOOPBACK:
+    if services.host in process.LOOPBACK:
         environment["VLLM_HOST_IP"] = "127.0.0.1"
     if on_cpu():
         environment |= {

@@ -29,7 +29,7 @@ from stages.serving import supervisor
 _SUPERVISOR = Path(supervisor.__file__)
 _LOG_TAIL_LINES = 25
 _POLL_S = 0.1
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -144,7 +144,7 @@ def _start(
     role: str, plan: Plan, *, lifeline: int | None, owner: str
 ) -> tuple[Service, subprocess.Popen[bytes]]:
     """Starts and waits; tries once more where a port was taken between choosing and binding."""
-    if plan.host not in _LOOPBACK:
+    if plan.host not in LOOPBACK:
         print(
             f"warning: the {role} server listens on {plan.host}: whoever reaches that address can "
             "use it (set VLLM_API_KEY for vLLM; Mooncake has no access control)",
