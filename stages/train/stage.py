@@ -22,7 +22,9 @@ from stages.dspark.vocab import choose_vocab, draft_ids, membership, offsets
 from stages.params import DrafterParams, Services, TrainParams
 from stages.shards import ShardReader
 from stages.train.checkpoint import load_best
-from stages.train.loop import Sample, Trainer
+from stages.train.loop import Trainer
+from stages.train.passes import Passes, Sample
+from stages.train.validation import replay
 from stages.weights import TargetWeights, load_target_weights
 
 GATE_SAMPLES, GATE_ANCHORS = 8, 4
@@ -73,24 +75,26 @@ def run(
     model = Drafter(config)
     model.initialise(seed=train.seed, target_norm=weights.norm)
     model.condition(plane_rms(reader, splits[contracts.TRAIN]))
-    trainer = Trainer(
+    passes = Passes(
         drafter=model.to(device),
         frozen=frozen_tensors(weights, vocab, config, dtype=train.dtype, device=device),
         reader=reader,
-        train=splits[contracts.TRAIN],
-        validation=splits[contracts.VALIDATION],
         params=train,
         device=device,
-        folder=work,
     )
-    progress = trainer.run()
+    progress = Trainer(
+        passes=passes,
+        train=splits[contracts.TRAIN],
+        validation=splits[contracts.VALIDATION],
+        folder=work,
+    ).run()
     best = load_best(work)
     model.load_packaged(best)
-    replay = trainer.replay()
+    replayed = replay(passes, splits[contracts.VALIDATION])
     metrics = {
         "validation_acceptance_length": progress.best_acceptance_length,
-        "validation_greedy_acceptance_length": macro(replay),
-        "domains": replay,
+        "validation_greedy_acceptance_length": macro(replayed),
+        "domains": replayed,
         "best_step": progress.best_step,
         "steps": progress.step,
         "train_s": round(progress.train_s, 1),
@@ -190,8 +194,8 @@ def gate_samples(reader: ShardReader, samples: Sequence[Sample]) -> dict[str, Te
     return tensors
 
 
-def macro(replay: dict[str, dict[str, float]]) -> float:
-    return sum(entry["acceptance_length"] for entry in replay.values()) / len(replay)
+def macro(replayed: dict[str, dict[str, float]]) -> float:
+    return sum(entry["acceptance_length"] for entry in replayed.values()) / len(replayed)
 
 
 def _write_outputs(
