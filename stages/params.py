@@ -197,8 +197,12 @@ class TrainParams(Section):
     max_grad_norm: Annotated[float, Field(gt=0)]
     ce_weight: Annotated[float, Field(ge=0)]
     tv_weight: Annotated[float, Field(ge=0)]
+    kl_weight: Annotated[float, Field(ge=0)]
+    ce_label: Literal["next_token", "target_argmax"]
     confidence_weight: Annotated[float, Field(ge=0)]
+    position_weighting: Literal["decay", "dpace"]
     position_decay: Annotated[float, Field(gt=0, le=1)]
+    dpace_smoothing: Fraction
     validations: Positive
     validation_anchors: Positive
     checkpoint_interval_s: Annotated[float, Field(ge=0)]

@@ -4,14 +4,19 @@ Shapes: P supervised slots, U distinct target states among them, H hidden size, 
 Vd draft vocabulary.
 
 For slot i with logits z = head @ h + W2 @ m, draft p = softmax(z), target q (its full-vocabulary
-probabilities restricted to the draft vocabulary, so they sum to at most one) and next token y:
+probabilities restricted to the draft vocabulary, so they sum to at most one) and label y:
   CE      -log p[y]                              0 where y is outside the draft vocabulary
   TV      |p - q|_1                              L1, as the DSpark paper and DeepSpec; the mass of q
                                                  outside the draft vocabulary adds a constant
+  KL      sum q * log(q / p)                     over the draft vocabulary; outside it p is zero and
+                                                 the true divergence infinite, so that part is left
+                                                 out: equal to KL(q | p) for a full vocabulary, at
+                                                 least mass * log(mass) for a reduced one
   accept  sum min(p, q)                          the label of the confidence head, no gradient
-with dCE/dz = p - onehot(y) and dTV/dz = p * (s - <p, s>), s = sign(p - q). A chunk of slots
-at a time goes through [h, m] @ [head, W2]^T and back, so memory is chunk * Vd. Softmax and loss are
-float32.
+with dCE/dz = p - onehot(y), dTV/dz = p * (s - <p, s>), s = sign(p - q), and
+dKL/dz = mass * p - q, mass = sum q. y is the next token, or the target's most probable token of the
+draft vocabulary (speculators' choice). A chunk of slots at a time goes through
+[h, m] @ [head, W2]^T and back, so memory is chunk * Vd. Softmax and loss are float32.
 """
 
 from __future__ import annotations
@@ -33,14 +38,24 @@ class SlotTargets(NamedTuple):
     log_sum_exp: Tensor  # float32 [U], over the full vocabulary
     index: Tensor  # int64 [P]: the state that judges slot i
     draft_id: Tensor  # int64 [P]: the next token's draft id, -1 outside the draft vocabulary
+    label: Tensor  # int64 [P]: the cross-entropy's token as a draft id, -1 outside
+
+
+class TermWeights(NamedTuple):
+    """What the terms of the loss count."""
+
+    ce: float
+    tv: float
+    kl: float
 
 
 class SlotLoss(NamedTuple):
-    """Per slot, float32 [P]; `loss` carries the gradient of weight * (ce + tv)."""
+    """Per slot, float32 [P]; `loss` carries the gradient of its weighted terms."""
 
-    loss: Tensor  # scalar: sum of weight * (ce_weight * ce + tv_weight * tv)
+    loss: Tensor  # scalar: sum of weight * (terms.ce * ce + terms.tv * tv + terms.kl * kl)
     ce: Tensor
     tv: Tensor
+    kl: Tensor  # zero where terms.kl is: it is not computed then
     accept: Tensor  # overlap of draft and target distribution
     match: Tensor  # bool [P]: the draft's argmax is the next token
 
@@ -53,17 +68,14 @@ def slot_loss(
     markov_w2: Tensor,
     targets: SlotTargets,
     weight: Tensor,
-    ce_weight: float,
-    tv_weight: float,
+    terms: TermWeights,
 ) -> SlotLoss:
     """states: [P, H]; markov: [P, R]; head: [Vd, H] frozen; markov_w2: [Vd, R]; weight: [P].
 
     Gradients flow to states, markov and markov_w2. Products run in the dtype of `states`.
     """
     return SlotLoss(
-        *_SlotLoss.apply(
-            states, markov, head, markov_w2, targets, weight.float(), ce_weight, tv_weight
-        )
+        *_SlotLoss.apply(states, markov, head, markov_w2, targets, weight.float(), terms)
     )
 
 
@@ -77,27 +89,29 @@ class _SlotLoss(torch.autograd.Function):
         markov_w2: Tensor,
         targets: SlotTargets,
         weight: Tensor,
-        ce_weight: float,
-        tv_weight: float,
+        terms: TermWeights,
     ) -> tuple[Tensor, ...]:
         dtype, hidden = states.dtype, states.shape[1]
         features = torch.cat([states, markov.to(dtype)], -1)
         table = torch.cat([head.to(dtype), markov_w2.to(dtype)], -1)  # [Vd, H+R]
-        ce, tv, accept = (torch.zeros(len(states), device=states.device) for _ in range(3))
+        ce, tv, kl, accept = (torch.zeros(len(states), device=states.device) for _ in range(4))
         match = torch.zeros(len(states), dtype=torch.bool, device=states.device)
         needs_grad = any(ctx.needs_input_grad)
         grad_features = torch.empty_like(features if needs_grad else features[:0])
         grad_w2 = torch.zeros_like(markov_w2, dtype=torch.float32)
         for start in range(0, len(states), CHUNK_SLOTS):
             rows = slice(start, start + CHUNK_SLOTS)
-            index, known = targets.index[rows], targets.draft_id[rows] >= 0
-            label = targets.draft_id[rows].clamp(min=0).unsqueeze(-1)
+            index, known = targets.index[rows], targets.label[rows] >= 0
+            label = targets.label[rows].clamp(min=0).unsqueeze(-1)
             z = (features[rows] @ table.T).float()
-            match[rows] = (z.argmax(-1) == label.squeeze(-1)) & known
+            match[rows] = z.argmax(-1) == targets.draft_id[rows]
             lse = z.logsumexp(-1, keepdim=True)
             ce[rows] = (lse - z.gather(-1, label)).squeeze(-1) * known
-            p = z.sub_(lse).exp_()
-            q = targets.logits[index].float().sub_(targets.log_sum_exp[index].unsqueeze(-1)).exp_()
+            log_p = z.sub_(lse)
+            log_q = targets.logits[index].float().sub_(targets.log_sum_exp[index].unsqueeze(-1))
+            if terms.kl:
+                kl[rows] = torch.linalg.vecdot(log_q.exp(), log_q - log_p)
+            p, q = log_p.exp_(), log_q.exp_()
             mass = q.sum(-1)
             difference = torch.sub(p, q, out=q)
             sign = difference.sign()
@@ -107,20 +121,26 @@ class _SlotLoss(torch.autograd.Function):
             tv[rows] = distance + (1.0 - mass)
             accept[rows] = 0.5 * (1.0 + mass - distance)  # sum min(p, q)
             if needs_grad:
-                # dz = p * (ce*known - tv*<p,s> + tv*s) - ce*known*onehot, all times weight
+                # dz = p * (ce*known - tv*<p,s> + tv*s) - ce*known*onehot + kl*(mass*p - q), all
+                # times weight, where q = p - difference
                 scale = weight[rows].unsqueeze(-1)
-                ce_scale = ce_weight * scale * known.unsqueeze(-1)
+                ce_scale = terms.ce * scale * known.unsqueeze(-1)
                 mean_sign = torch.linalg.vecdot(p, sign).unsqueeze(-1)
-                sign.mul_(tv_weight * scale).add_(ce_scale - tv_weight * scale * mean_sign)
-                dz = sign.mul_(p).scatter_add_(-1, label, -ce_scale).to(dtype)
+                sign.mul_(terms.tv * scale).add_(ce_scale - terms.tv * scale * mean_sign)
+                dz = sign.mul_(p).scatter_add_(-1, label, -ce_scale)
+                if terms.kl:
+                    kl_scale = terms.kl * scale
+                    dz.addcmul_(p, kl_scale * (mass.unsqueeze(-1) - 1.0))
+                    dz.addcmul_(difference, kl_scale)
+                dz = dz.to(dtype)
                 torch.matmul(dz, table, out=grad_features[rows])
                 grad_w2.add_(dz.T @ features[rows, hidden:])
         if needs_grad:
             ctx.save_for_backward(grad_features[:, :hidden], grad_features[:, hidden:], grad_w2)
             ctx.dtypes = markov.dtype, markov_w2.dtype
-        ctx.mark_non_differentiable(ce, tv, accept, match)
-        loss = (weight * (ce_weight * ce + tv_weight * tv)).sum()
-        return loss, ce, tv, accept, match
+        ctx.mark_non_differentiable(ce, tv, kl, accept, match)
+        loss = (weight * (terms.ce * ce + terms.tv * tv + terms.kl * kl)).sum()
+        return loss, ce, tv, kl, accept, match
 
     @staticmethod
     @once_differentiable
@@ -135,14 +155,48 @@ class _SlotLoss(torch.autograd.Function):
             None,
             None,
             None,
-            None,
         )
+
+
+@torch.no_grad()
+def label_probability(
+    states: Tensor, markov: Tensor, *, head: Tensor, markov_w2: Tensor, label: Tensor
+) -> Tensor:
+    """float32 [P]: the draft's probability of each slot's label, 0 where it is -1 (no draft id).
+
+    Shapes as in slot_loss. Costs one more product with the head: position weights that depend on
+    the drafts must be known before the loss makes its gradients.
+    """
+    features = torch.cat([states, markov.to(states.dtype)], -1)
+    table = torch.cat([head.to(states.dtype), markov_w2.to(states.dtype)], -1)
+    found = torch.empty(len(states), device=states.device)
+    for start in range(0, len(states), CHUNK_SLOTS):
+        rows = slice(start, start + CHUNK_SLOTS)
+        z = (features[rows] @ table.T).float()
+        chosen = z.gather(-1, label[rows].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        found[rows] = (chosen - z.logsumexp(-1)).exp() * (label[rows] >= 0)
+    return found
 
 
 def confidence_loss(logits: Tensor, accept: Tensor, *, weight: Tensor) -> Tensor:
     """Sum of weight * binary cross-entropy of confidence logits [P] with acceptance rates [P]."""
     label = accept.detach().clamp(0.0, 1.0)
     return (F.binary_cross_entropy_with_logits(logits, label, reduction="none") * weight).sum()
+
+
+def dpace_weights(probability: Tensor, valid: Tensor, *, smoothing: float) -> Tensor:
+    """float32 [..., N]: D-PACE weights of the slots of a block, 0 where invalid.
+
+    probability: float32 [..., N] of the label under the draft. With a_k = (1 - smoothing) *
+    probability_k + smoothing, slot k weighs sum over j >= k of a_0 * ... * a_j: the derivative of
+    the block's expected number of accepted drafts by log a_k, so that a slot counts as far as those
+    before it hold. Its denominator is the number of valid slots, as in speculators: the weights
+    grow as the drafts improve.
+    """
+    kept = valid.float()
+    smooth = ((1.0 - smoothing) * probability.float() + smoothing).masked_fill(~valid, 1.0)
+    prefix = smooth.cumprod(-1) * kept
+    return prefix.flip(-1).cumsum(-1).flip(-1) * kept
 
 
 def position_weights(valid: Tensor, *, decay: float) -> Tensor:

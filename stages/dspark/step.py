@@ -6,13 +6,21 @@ P supervised slots, U distinct target states, V vocabulary, Vd draft vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stages.dspark.loss import SlotTargets, confidence_loss, position_weights, slot_loss
+from stages.dspark.loss import (
+    SlotTargets,
+    TermWeights,
+    confidence_loss,
+    dpace_weights,
+    label_probability,
+    position_weights,
+    slot_loss,
+)
 from stages.dspark.model import Drafter
 from stages.dspark.slots import slot_table
 
@@ -39,8 +47,12 @@ class Frozen(NamedTuple):
 class LossWeights(NamedTuple):
     ce: float
     tv: float
+    kl: float
     confidence: float
-    position_decay: float
+    ce_label: Literal["next_token", "target_argmax"]
+    position_weighting: Literal["decay", "dpace"]
+    position_decay: float  # of decay
+    dpace_smoothing: float  # of dpace
 
 
 class StepResult(NamedTuple):
@@ -77,23 +89,36 @@ def forward_batch(
     normed = F.rms_norm(
         batch.last.flatten(0, 1)[used].float(), frozen.norm.shape, frozen.norm.float(), frozen.eps
     )
+    target_logits = normed.to(frozen.head.dtype) @ frozen.head.T
+    draft_id = frozen.draft_id[following]
     targets = SlotTargets(
-        logits=normed.to(frozen.head.dtype) @ frozen.head.T,
+        logits=target_logits,
         log_sum_exp=batch.log_sum_exp.flatten()[used],
         index=index,
-        draft_id=frozen.draft_id[following],
+        draft_id=draft_id,
+        label=draft_id if weights.ce_label == "next_token" else target_logits.argmax(-1)[index],
     )
-    weight = position_weights(valid, decay=weights.position_decay)[valid]
-    markov = drafter.markov_embedding(previous)
+    markov, markov_w2 = drafter.markov_embedding(previous), drafter.markov_head.markov_w2.weight
+    slot_weight, denominator = position_weights(valid, decay=weights.position_decay), None
+    if weights.position_weighting == "dpace":
+        probability = label_probability(
+            states[valid], markov, head=frozen.head, markov_w2=markov_w2, label=targets.label
+        )
+        slot_weight = dpace_weights(
+            probability.new_zeros(valid.shape).masked_scatter(valid, probability),
+            valid,
+            smoothing=weights.dpace_smoothing,
+        )
+        denominator = valid.sum()
+    weight = slot_weight[valid]
     slots = slot_loss(
         states[valid],
         markov,
         head=frozen.head,
-        markov_w2=drafter.markov_head.markov_w2.weight,
+        markov_w2=markov_w2,
         targets=targets,
         weight=weight,
-        ce_weight=weights.ce,
-        tv_weight=weights.tv,
+        terms=TermWeights(ce=weights.ce, tv=weights.tv, kl=weights.kl),
     )
     confidence = drafter.confidence_logits(states[valid], markov)
     loss = slots.loss + weights.confidence * confidence_loss(
@@ -101,7 +126,7 @@ def forward_batch(
     )
     return StepResult(
         loss,
-        weight.sum(),
+        weight.sum() if denominator is None else denominator,
         torch.zeros(valid.shape, device=valid.device).masked_scatter(valid, slots.accept),
         torch.zeros_like(valid).masked_scatter(valid, slots.match),
         valid,

@@ -40,8 +40,12 @@ class Passes:
         weights = LossWeights(
             ce=params.ce_weight,
             tv=params.tv_weight,
+            kl=params.kl_weight,
             confidence=params.confidence_weight,
+            ce_label=params.ce_label,
+            position_weighting=params.position_weighting,
             position_decay=params.position_decay,
+            dpace_smoothing=params.dpace_smoothing,
         )
         with self._autocast():
             return forward_batch(self.drafter, batch, self.frozen, weights=weights)

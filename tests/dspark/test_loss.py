@@ -7,7 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.dspark import loss as loss_module
-from stages.dspark.loss import SlotTargets, confidence_loss, position_weights, slot_loss
+from stages.dspark.loss import (
+    SlotTargets,
+    TermWeights,
+    confidence_loss,
+    dpace_weights,
+    label_probability,
+    position_weights,
+    slot_loss,
+)
+
+DEFAULT = TermWeights(ce=0.1, tv=0.9, kl=0.0)
 
 
 def _problem(seed, slots=37, states=11, hidden=16, rank=4, vocab=60, draft=23):
@@ -29,34 +39,52 @@ def _problem(seed, slots=37, states=11, hidden=16, rank=4, vocab=60, draft=23):
             full.logsumexp(-1),
             torch.randint(states, (slots,), generator=g),
             draft_id[torch.randint(vocab, (slots,), generator=g)],
+            draft_id[torch.randint(vocab, (slots,), generator=g)],
         ),
     }
 
 
-def _reference(problem, ce_weight, tv_weight):
-    """Over the whole vocabulary: the draft has probability zero outside its own."""
-    h, m, w2 = (problem[k].clone().requires_grad_() for k in ("h", "m", "w2"))
+def _reference(problem, terms):
+    """In float64 over the whole vocabulary: the draft has probability zero outside its own."""
+    h, m, w2 = (problem[k].double().requires_grad_() for k in ("h", "m", "w2"))
     targets = problem["targets"]
-    z = h @ problem["head"].T + m @ w2.T
-    p = torch.zeros(len(h), problem["full"].shape[1]).index_add(
+    z = h @ problem["head"].double().T + m @ w2.T
+    p = torch.zeros(len(h), problem["full"].shape[1], dtype=torch.float64).index_add(
         1, problem["draft_vocab"], z.softmax(-1)
     )
-    q = problem["full"].softmax(-1)[targets.index]
+    q = problem["full"].double().softmax(-1)[targets.index]
     tv = (p - q).abs().sum(-1)
-    known = targets.draft_id >= 0
-    ce = F.cross_entropy(z, targets.draft_id.clamp(min=0), reduction="none") * known
-    total = (problem["weight"] * (ce_weight * ce + tv_weight * tv)).sum()
+    known = targets.label >= 0
+    ce = F.cross_entropy(z, targets.label.clamp(min=0), reduction="none") * known
+    inside = q[:, problem["draft_vocab"]]
+    kl = (inside * (inside.log() - z.log_softmax(-1))).sum(-1)
+    total = (problem["weight"] * (terms.ce * ce + terms.tv * tv + terms.kl * kl)).sum()
     total.backward()
-    return total.detach(), ce, tv, torch.minimum(p, q).sum(-1), (h.grad, m.grad, w2.grad)
+    slots = {"ce": ce, "tv": tv, "kl": kl, "accept": torch.minimum(p, q).sum(-1)}
+    return (
+        total.detach(),
+        {name: value.detach() for name, value in slots.items()},
+        (h.grad, m.grad, w2.grad),
+    )
+
+
+def _close(found, expected, tolerance):
+    """Relative to the largest value."""
+    error = (found.double() - expected).abs().max()
+    assert float(error) <= tolerance * max(float(expected.abs().max()), 1.0)
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    seed=st.integers(0, 10_000), ce=st.floats(0, 2), tv=st.floats(0, 2), chunk=st.integers(1, 64)
+    seed=st.integers(0, 10_000),
+    ce=st.floats(0, 2),
+    tv=st.floats(0, 2),
+    kl=st.sampled_from([0.0, 0.3, 2.0]),
+    chunk=st.integers(1, 64),
 )
-def test_fused_loss_and_gradients_equal_autograd_over_full_logits(seed, ce, tv, chunk):
-    problem = _problem(seed)
-    total, ce_ref, tv_ref, accept_ref, grads = _reference(problem, ce, tv)
+def test_fused_loss_and_gradients_equal_autograd_over_full_logits(seed, ce, tv, kl, chunk):
+    problem, terms = _problem(seed), TermWeights(ce=ce, tv=tv, kl=kl)
+    total, slots, grads = _reference(problem, terms)
     leaves = [problem[k].clone().requires_grad_() for k in ("h", "m", "w2")]
     before, loss_module.CHUNK_SLOTS = loss_module.CHUNK_SLOTS, chunk
     try:
@@ -67,18 +95,17 @@ def test_fused_loss_and_gradients_equal_autograd_over_full_logits(seed, ce, tv, 
             markov_w2=leaves[2],
             targets=problem["targets"],
             weight=problem["weight"],
-            ce_weight=ce,
-            tv_weight=tv,
+            terms=terms,
         )
     finally:
         loss_module.CHUNK_SLOTS = before
     result.loss.backward()
-    torch.testing.assert_close(result.loss.detach(), total, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(result.ce, ce_ref.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(result.tv, tv_ref.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(result.accept, accept_ref.detach(), rtol=1e-5, atol=1e-5)
+    _close(result.loss.detach(), total, 1e-5)
+    for name, expected in slots.items():
+        if name != "kl" or kl:
+            _close(getattr(result, name), expected, 1e-5)
     for leaf, reference in zip(leaves, grads, strict=True):
-        torch.testing.assert_close(leaf.grad, reference, rtol=1e-4, atol=1e-5)
+        _close(leaf.grad, reference, 1e-5)
 
 
 def test_a_token_outside_the_draft_vocabulary_never_matches():
@@ -90,10 +117,54 @@ def test_a_token_outside_the_draft_vocabulary_never_matches():
         markov_w2=problem["w2"],
         targets=problem["targets"],
         weight=problem["weight"],
-        ce_weight=1.0,
-        tv_weight=1.0,
+        terms=DEFAULT,
     )
     assert not result.match[problem["targets"].draft_id < 0].any()
+
+
+def test_the_label_moves_the_cross_entropy_and_never_the_match():
+    problem = _problem(4)
+    targets = problem["targets"]
+
+    def run(label):
+        return slot_loss(
+            problem["h"],
+            problem["m"],
+            head=problem["head"],
+            markov_w2=problem["w2"],
+            targets=targets._replace(label=label),
+            weight=problem["weight"],
+            terms=DEFAULT,
+        )
+
+    first, second = run(targets.label), run(targets.logits.argmax(-1)[targets.index])
+    assert torch.equal(first.match, second.match)
+    assert not torch.equal(first.ce, second.ce)
+
+
+def test_the_probability_of_a_label_is_the_softmax_of_the_biased_logits():
+    problem = _problem(6)
+    label = problem["targets"].label
+    z = problem["h"].double() @ problem["head"].double().T
+    z = z + problem["m"].double() @ problem["w2"].double().T
+    expected = z.softmax(-1).gather(-1, label.clamp(min=0)[:, None])[:, 0] * (label >= 0)
+    found = label_probability(
+        problem["h"], problem["m"], head=problem["head"], markov_w2=problem["w2"], label=label
+    )
+    _close(found, expected, 1e-5)
+
+
+@given(st.lists(st.floats(0.01, 1), min_size=4, max_size=4), st.integers(1, 4))
+def test_dpace_weighs_a_slot_by_the_gradient_of_the_expected_accepted_drafts(rates, length):
+    """Without smoothing: d/d log(p_k) of sum over j of p_0 * ... * p_j, by autograd."""
+    logs = torch.tensor(rates, dtype=torch.float64).log().requires_grad_()
+    valid = torch.arange(4) < length
+    sum(logs[: j + 1].sum().exp() for j in range(length)).backward()
+    found = dpace_weights(torch.tensor(rates), valid, smoothing=0.0)
+    _close(found, logs.grad, 1e-5)
+    assert not found[~valid].any()
+    ignored = dpace_weights(torch.tensor(rates), valid, smoothing=1.0)
+    assert ignored.tolist() == [max(length - k, 0) for k in range(4)]
 
 
 def test_confidence_loss_is_weighted_binary_cross_entropy():
@@ -124,8 +195,7 @@ def test_bfloat16_products_stay_close_to_float32(dtype):
             markov_w2=problem["w2"],
             targets=problem["targets"],
             weight=problem["weight"],
-            ce_weight=0.1,
-            tv_weight=0.9,
+            terms=DEFAULT._replace(kl=0.5),
         ).loss
 
     torch.testing.assert_close(run(dtype), run(torch.float32), rtol=2e-2, atol=0)

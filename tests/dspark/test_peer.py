@@ -1,5 +1,8 @@
 """Our drafter and speculators' DSparkDraftModel agree in float32 on the same weights and blocks."""
 
+import json
+import math
+
 import pytest
 import torch
 
@@ -98,43 +101,64 @@ def _peer(problem, monkeypatch):
     return model
 
 
-def test_loss_and_gradients_equal_the_peers(problem, monkeypatch):
+LOSSES = {
+    "tv": ({"tv": 1.0}, "fixed-exp-decay", 1.0),
+    "ce": ({"ce": 1.0}, "fixed-exp-decay", 1.0),
+    "kl": ({"kl_div": 1.0}, "fixed-exp-decay", 1.0),
+    "all": ({"ce": 0.1, "tv": 0.9, "kl_div": 0.4}, "fixed-exp-decay", 0.5),
+    # its weights of another term come from that term and not from the draft's probabilities
+    "dpace": ({"ce": 1.0}, "dpace", 0.0),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradients_equal_the_peers(name, problem, monkeypatch):
+    """In its conventions: half the L1 distance, exp(-k/gamma), normalised by the mask."""
     from speculators.losses import resolve_loss_config
 
+    terms, weighting, confidence = LOSSES[name]
     drafter, batch, frozen, _ = problem
     model = _peer(problem, monkeypatch)
-    tv = resolve_loss_config("tv", "eager")
     _, loss, _ = model(
         hidden_states=batch.planes,
         input_ids=batch.input_ids,
         loss_mask=batch.loss_mask,
         verifier_last_hidden_states=batch.last,
         document_ids=torch.zeros_like(batch.input_ids),
-        loss_config=tv,
-        tv_loss_fn=tv["tv"][0],
+        loss_config=resolve_loss_config(json.dumps(terms), "eager"),
+        tv_loss_fn=resolve_loss_config("tv", "eager")["tv"][0],
         gamma=4.0,
         max_anchors=4,
-        confidence_head_alpha=1.0,
+        confidence_head_alpha=confidence,
+        per_position_loss_weight=weighting,
+        dpace_alpha=0.3,
     )
     loss.backward()
-    # its conventions: half the L1 distance, exp(-k/gamma), normalised by the mask, not the weights
-    decay = float(torch.tensor(-1 / 4.0).exp())
     result = forward_batch(
         drafter,
         batch,
         frozen,
-        weights=LossWeights(ce=0.0, tv=0.5, confidence=1.0, position_decay=decay),
+        weights=LossWeights(
+            ce=terms.get("ce", 0.0),
+            tv=terms.get("tv", 0.0) / 2,
+            kl=terms.get("kl_div", 0.0),
+            confidence=confidence,
+            ce_label="target_argmax",
+            position_weighting="dpace" if weighting == "dpace" else "decay",
+            position_decay=math.exp(-1 / 4.0),
+            dpace_smoothing=0.3,
+        ),
     )
     ours = result.loss / result.valid.sum()
     ours.backward()
     assert float(ours.detach()) == pytest.approx(float(loss.detach()), rel=1e-6)
     own = dict(drafter.named_parameters())
     compared = 0
-    for name, parameter in model.named_parameters():
-        if name in own and parameter.grad is not None:
+    for key, parameter in model.named_parameters():
+        if key in own and parameter.grad is not None:
             reference = parameter.grad
-            error = (own[name].grad - reference).norm() / reference.norm().clamp(min=1e-12)
-            assert float(error) < 1e-5, name
+            error = (own[key].grad - reference).norm() / reference.norm().clamp(min=1e-12)
+            assert float(error) < 1e-5, key
             compared += 1
     assert compared == len(own)
 
