@@ -1,10 +1,15 @@
 # make retrain [PROFILE=quick] [SET="key=value ..."]   retrains the drafter and proves it
 # make test                                            every test that this machine can run
+# make bench-quality PROMPTS=DIR [SEED=n] [BUDGETS=300,1200]   ours against speculators' trainer
 # Each target makes .venv on first use; after that it costs nothing.
 
 PROFILE ?= default
 SET ?=
 PYTEST ?=
+BUDGETS ?= 300,1200
+SEED ?=
+PROMPTS ?=
+BENCH ?=
 PYTHON ?= python3
 REQUIREMENTS ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
 
@@ -18,7 +23,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: retrain test lint ui serve-flows setup lock
+.PHONY: bench-quality retrain test lint ui serve-flows setup lock
 .DEFAULT_GOAL := retrain
 
 retrain: setup
@@ -31,6 +36,11 @@ lint: setup .venv/.dev-installed
 	ruff check .
 	ruff format --check .
 	mypy
+
+# BENCH takes further options, such as --all-rates or --data-only (docs/benchmarks.md).
+bench-quality: setup .venv/.dev-installed
+	@test -n "$(PROMPTS)" || { echo "make bench-quality: set PROMPTS=DIR, a folder of JSONL files" >&2; exit 1; }
+	@python -m bench.quality --prompts "$(PROMPTS)" --budgets "$(BUDGETS)" $(if $(SEED),--seed $(SEED)) $(BENCH)
 
 ui: setup
 	@echo "MLflow: http://127.0.0.1:5000 (Ctrl-C ends it)"

@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("target", "prepare", "generate", "extract", "train", "package", "evaluate")
 SOURCES = sorted(
     path.relative_to(ROOT)
-    for room in ("stages", "flows", "tools", "tests")
+    for room in ("stages", "flows", "tools", "tests", "bench")
     for path in (ROOT / room).rglob("*.py")
 )
-MODULES = [path for path in SOURCES if path.parts[0] in ("stages", "flows")]
+MODULES = [path for path in SOURCES if path.parts[0] in ("stages", "flows", "bench")]
 MAX_LINES = 350
 
 
@@ -78,6 +78,10 @@ def test_shared_rooms_import_no_stage() -> None:
     for path in shared:
         crossed = {n for n in imports(path) if ".".join(n.split(".")[:2]) in of_stages}
         assert not crossed, f"{path} imports {crossed}"
+
+
+def test_the_pipeline_does_not_know_its_benchmarks() -> None:
+    assert not importing("bench", under("stages/") + under("flows/"))
 
 
 def test_flows_import_the_shared_rooms_alone() -> None:
