@@ -185,6 +185,8 @@ class TrainParams(Section):
     seed: int
     dtype: Literal["bfloat16", "float32"]
     num_epochs: Positive
+    max_steps: Positive | None
+    budget_s: Annotated[float, Field(gt=0)] | None
     batch_tokens: Positive
     anchors_per_sample: Positive
     optimizer: Literal["muon", "adamw"]
@@ -205,7 +207,20 @@ class TrainParams(Section):
     dpace_smoothing: Fraction
     validations: Positive
     validation_anchors: Positive
+    early_stop_patience: Positive | None
+    early_stop_min_gain: Annotated[float, Field(ge=0)]
+    divergence_factor: Annotated[float, Field(gt=1)]
+    divergence_steps: Positive
     checkpoint_interval_s: Annotated[float, Field(ge=0)]
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainParams:
+        if self.max_steps is not None and self.budget_s is not None:
+            raise ValueError(
+                f"max_steps ({self.max_steps}) and budget_s ({self.budget_s:g}) both say how long "
+                "to train; set one of them to null"
+            )
+        return self
 
 
 class PackageParams(Section):

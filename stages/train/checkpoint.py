@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from stages.dspark.model import Drafter
 from stages.train.optimizer import Optimizer
+from stages.train.schedule import PROBE_STEPS
 
 LATEST, BEST = "latest.safetensors", "best.safetensors"
 
@@ -27,10 +28,29 @@ class Progress:
     """What a run has done so far."""
 
     step: int = 0
+    num_steps: int | None = None  # unknown until a budget's probe is over
     train_s: float = 0.0
+    step_s: list[float] = field(default_factory=list)  # of the first PROBE_STEPS
+    loss_sum: float = 0.0  # since the last validation
+    loss_count: int = 0
     best_step: int = -1
     best_acceptance_length: float = 0.0
     curve: list[dict[str, float]] = field(default_factory=list)
+
+    def add(self, loss: float, *, seconds: float) -> None:
+        """Counts one step."""
+        self.step += 1
+        self.train_s += seconds
+        if len(self.step_s) < PROBE_STEPS:
+            self.step_s.append(seconds)
+        self.loss_sum += loss
+        self.loss_count += 1
+
+    def take_mean_loss(self) -> float:
+        """The mean loss of the steps since it was last taken."""
+        mean = self.loss_sum / self.loss_count
+        self.loss_sum, self.loss_count = 0.0, 0
+        return mean
 
 
 def save_best(folder: Path, drafter: Drafter) -> None:

@@ -1,25 +1,26 @@
 """The training loop: seeded batches, cosine schedule, validation, best weights, resume points.
 
 With one process and float32, a run killed anywhere and started again ends with the same bits:
-batches and anchors depend on (seed, epoch, document); the optimiser is in the resume point.
+batches and anchors depend on (seed, epoch, document); optimiser and run length are in the resume
+point.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from stages.params import TrainParams
-from stages.train.batches import plan_epoch
-from stages.train.checkpoint import Progress, resume, save_best, save_latest
+from stages.train import schedule
+from stages.train.checkpoint import BEST, Progress, resume, save_best, save_latest
+from stages.train.divergence import Divergence, Watch
 from stages.train.optimizer import Optimizer
 from stages.train.passes import Passes, Sample
+from stages.train.report import Bar
 from stages.train.validation import validate
 
 
@@ -33,44 +34,74 @@ class Trainer:
     folder: Path
 
     def run(self) -> Progress:
-        """Trains to the last step and leaves the best weights in the folder. Raises ValueError when
-        the loss is not finite; the best weights so far stay."""
-        drafter, params = self.passes.drafter, self.passes.params
-        plan = self._plan()
-        optimizer = Optimizer(drafter, params)
-        progress = resume(self.folder, drafter, optimizer)
-        validate_at = {
-            math.ceil(len(plan) * (i + 1) / params.validations) for i in range(params.validations)
-        }
-        saved_at = time.monotonic()
-        losses: list[float] = []
-        bar = tqdm(total=len(plan), initial=progress.step, desc="train", unit="step", mininterval=1)
-        with bar:
-            for epoch, documents in plan[progress.step :]:
+        """Trains to the last step, or until the acceptance length stalls; leaves the best weights
+        in the folder. Raises ValueError when the run diverges: the best weights and the last good
+        resume point stay."""
+        params = self.passes.params
+        optimizer = Optimizer(self.passes.drafter, params)
+        progress = resume(self.folder, self.passes.drafter, optimizer)
+        lengths = [sample["num_tokens"] for sample in self.train]
+        if progress.num_steps is None:
+            progress.num_steps = schedule.known_steps(lengths, params)
+        plan = itertools.islice(schedule.plan(lengths, params), progress.step, None)
+        watch = Watch(params)
+        with Bar(progress, params) as bar:
+            saved_at = time.monotonic()
+            while progress.step != progress.num_steps and not schedule.stalled(
+                progress.curve, params
+            ):
                 started = time.monotonic()
-                losses.append(self._step(optimizer, progress.step, len(plan), epoch, documents))
-                progress.step += 1
-                progress.train_s += time.monotonic() - started
-                bar.update()
-                if progress.step in validate_at:
-                    self._validate(progress, sum(losses) / len(losses))
-                    losses.clear()
-                    bar.set_postfix(
-                        acceptance_length=progress.curve[-1]["validation_acceptance_length"]
-                    )
-                last = progress.step == len(plan)
-                if last or time.monotonic() - saved_at > params.checkpoint_interval_s:
-                    save_latest(self.folder, drafter, optimizer, progress)
+                epoch, documents = next(plan)
+                loss = self._step(optimizer, watch, progress, epoch, documents)
+                seconds = time.monotonic() - started
+                progress.add(loss, seconds=seconds)
+                bar.step(progress, loss=loss, seconds=seconds)
+                known = progress.num_steps is not None
+                if progress.step == schedule.PROBE_STEPS and not known:
+                    self._fix_length(progress, bar)
+                    saved_at = float("-inf")  # its resume point holds the length from here on
+                if self._validation_is_due(progress):
+                    started = time.monotonic()
+                    self._validate(progress)
+                    bar.validated(seconds=time.monotonic() - started)
+                last = progress.step == progress.num_steps
+                due = last or time.monotonic() - saved_at > params.checkpoint_interval_s
+                if due and (last or not watch.suspicious):
+                    save_latest(self.folder, self.passes.drafter, optimizer, progress)
                     saved_at = time.monotonic()
+            if progress.step != progress.num_steps:
+                save_latest(self.folder, self.passes.drafter, optimizer, progress)
+                bar.say(
+                    f"train: stopped at step {progress.step} of {progress.num_steps}: "
+                    f"{params.early_stop_patience} validations gained less than "
+                    f"{params.early_stop_min_gain} (train.early_stop_patience, "
+                    "train.early_stop_min_gain)"
+                )
         return progress
 
-    def _validate(self, progress: Progress, train_loss: float) -> None:
+    def _fix_length(self, progress: Progress, bar: Bar) -> None:
+        budget_s = self.passes.params.budget_s
+        assert budget_s is not None
+        progress.num_steps = schedule.steps_in_budget(progress.step_s, budget_s=budget_s)
+        bar.say(
+            f"train: train.budget_s {budget_s:g} is {progress.num_steps} steps, from the first "
+            f"{schedule.PROBE_STEPS} ({sum(progress.step_s):.1f} s)"
+        )
+
+    def _validation_is_due(self, progress: Progress) -> bool:
+        if progress.num_steps is None:
+            return False
+        return progress.step in schedule.validation_steps(
+            progress.num_steps, validations=self.passes.params.validations
+        )
+
+    def _validate(self, progress: Progress) -> None:
         loss, reached = validate(self.passes, self.validation)
         progress.curve.append(
             {
                 "step": progress.step,
                 "train_s": round(progress.train_s, 1),
-                "train_loss": train_loss,
+                "train_loss": progress.take_mean_loss(),
                 "validation_loss": loss,
                 "validation_acceptance_length": reached,
             }
@@ -79,50 +110,44 @@ class Trainer:
             progress.best_acceptance_length, progress.best_step = reached, progress.step
             save_best(self.folder, self.passes.drafter)
 
-    def _plan(self) -> list[tuple[int, list[int]]]:
-        params = self.passes.params
-        lengths = [sample["num_tokens"] for sample in self.train]
-        return [
-            (epoch, documents)
-            for epoch in range(params.num_epochs)
-            for documents in plan_epoch(
-                lengths,
-                batch_tokens=params.batch_tokens,
-                seed=params.seed * 1_000_003 + epoch,
-            )
-        ]
-
     def _step(
         self,
         optimizer: Optimizer,
-        step: int,
-        num_steps: int,
+        watch: Watch,
+        progress: Progress,
         epoch: int,
         documents: list[int],
     ) -> float:
         drafter, params = self.passes.drafter, self.passes.params
-        seeds = [(params.seed * 1_000_003 + epoch) * 1_000_003 + document for document in documents]
+        seed = schedule.epoch_seed(params, epoch)
         batch = self.passes.load(
-            [self.train[i] for i in documents], params.anchors_per_sample, seeds
+            [self.train[i] for i in documents],
+            params.anchors_per_sample,
+            [seed * 1_000_003 + document for document in documents],
         )
         result = self.passes.forward(batch)
         loss = result.loss / result.weight.clamp(min=1e-6)
-        if not bool(loss.isfinite()):
-            raise ValueError(
-                f"train: the loss is {loss.item()} at step {step} of {num_steps}; lower "
-                f"train.learning_rate ({params.learning_rate}); the best weights so far are kept"
-            )
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), params.max_grad_norm)
-        optimizer.step(learning_rate(step, num_steps=num_steps, params=params))
-        return float(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), params.max_grad_norm)
+        value = float(loss.detach())
+        try:
+            watch.check(step=progress.step, loss=value, gradient_norm=float(norm))
+        except Divergence as error:
+            raise ValueError(f"train: {error}; {self._advice(progress)}") from None
+        optimizer.step(
+            schedule.learning_rate(progress.step, num_steps=progress.num_steps, params=params)
+        )
+        return value
 
-
-def learning_rate(step: int, *, num_steps: int, params: TrainParams) -> float:
-    """Linear warm-up over warmup_fraction of the steps, then a cosine to the minimum."""
-    warmup = max(1, round(params.warmup_fraction * num_steps))
-    if step < warmup:
-        return params.learning_rate * (step + 1) / warmup
-    done = (step - warmup) / max(1, num_steps - warmup)
-    floor = params.min_learning_rate_fraction
-    return params.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
+    def _advice(self, progress: Progress) -> str:
+        kept = (
+            f"the best weights so far (step {progress.best_step}, acceptance length "
+            f"{progress.best_acceptance_length:.3f}) are in {self.folder / BEST}"
+            if progress.curve
+            else "there was no validation yet, so there are no good weights"
+        )
+        return (
+            f"lower train.learning_rate ({self.passes.params.learning_rate}) or "
+            f"train.max_grad_norm ({self.passes.params.max_grad_norm}); {kept} until a run with "
+            "other params starts"
+        )

@@ -8,25 +8,21 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from stages import contracts
 from stages.params import load_params, load_services
 from stages.train import stage
 from stages.train.batches import plan_epoch
-from stages.train.loop import learning_rate
+from stages.train.checkpoint import LATEST
+from stages.train.schedule import PROBE_STEPS
 
 ROOT = Path(__file__).parents[2]
-HIDDEN, VOCAB, PLANES = 32, 64, 3
-LAYER_IDS = [1, 2]
 
 
 @given(
@@ -42,113 +38,6 @@ def test_an_epoch_holds_every_document_once_and_batches_fit(lengths, tokens, see
     assert plan == plan_epoch(lengths, batch_tokens=tokens, seed=seed)
 
 
-def test_the_learning_rate_warms_up_and_ends_at_its_minimum():
-    params = load_params(ROOT / "params.yaml").train
-    rates = [learning_rate(step, num_steps=100, params=params) for step in range(100)]
-    peak = max(range(100), key=rates.__getitem__)
-    assert rates[peak] == pytest.approx(params.learning_rate)
-    assert rates[:peak] == sorted(rates[:peak])
-    assert rates[peak:] == sorted(rates[peak:], reverse=True)
-    assert rates[-1] >= params.learning_rate * params.min_learning_rate_fraction
-
-
-@pytest.fixture
-def project(tmp_path, monkeypatch):
-    """A project folder with data/target and data/hidden_states of a cyclic language: token t is
-    followed by 3t+1, and the states tell the token, so a drafter can learn it."""
-    g = torch.Generator().manual_seed(0)
-    target, states = tmp_path / "data/target", tmp_path / "data/hidden_states"
-    target.mkdir(parents=True)
-    states.mkdir(parents=True)
-    embedding = torch.randn(VOCAB, HIDDEN, generator=g)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "vocab_size": VOCAB,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "intermediate_size": 48,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e4,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": True,
-    }
-    (target / "config.json").write_text(json.dumps(config))
-    save_file(
-        {
-            "model.embed_tokens.weight": embedding.bfloat16(),
-            "model.norm.weight": torch.ones(HIDDEN),
-        },
-        target / "model.safetensors",
-    )
-    info = {"mask_token_id": 0, "eos_token_ids": [1], "tokenizer_sha256": "t"}
-    contracts.write_manifest(target, contracts.Manifest(kind="target", recipe={}, info=info))
-
-    rows, samples = [], []
-    for i in range(24):
-        tokens = [2 + i]
-        while len(tokens) < 30:
-            tokens.append((3 * tokens[-1] + 1) % (VOCAB - 2) + 2)
-        ids = torch.tensor(tokens)
-        following = torch.tensor([*tokens[1:], 5])
-        last = 4 * embedding[following]  # so that lm_head(norm(last)) peaks at the next token
-        planes = torch.stack([embedding[ids], embedding[ids] * 0.5, last], 1).bfloat16()
-        raw = planes.reshape(len(ids), -1).view(torch.int16).numpy().tobytes()
-        mask = [False] * 6 + [True] * 24
-        logits = (
-            torch.nn.functional.rms_norm(planes[:, 2].float(), (HIDDEN,), eps=1e-5)
-            @ embedding.bfloat16().float().T
-        )
-        rows.append(np.frombuffer(raw, dtype=np.uint8).reshape(len(ids), -1))
-        samples.append(
-            {
-                "id": f"s{i}",
-                "domain": "qa",
-                "split": "validation" if i >= 20 else "train",
-                "shard": 0,
-                "row_group": i,
-                "num_tokens": len(ids),
-                "input_ids": tokens,
-                "loss_mask": mask,
-                "log_sum_exp": logits.logsumexp(-1)[torch.tensor(mask)].tolist(),
-                "sha256": "",
-            }
-        )
-    schema = contracts.states_schema(PLANES, HIDDEN)
-    with pq.ParquetWriter(
-        states / "shard-00000.parquet", schema, compression="none", use_dictionary=False
-    ) as writer:
-        for row in rows:
-            column = pa.array([bytes(token) for token in row], type=schema.field(0).type)
-            writer.write_table(pa.table([column], schema=schema))
-    contracts.write_table(states / "samples.parquet", samples, contracts.SAMPLES)
-    info = {"layer_ids": LAYER_IDS, "num_planes": PLANES, "hidden_size": HIDDEN}
-    contracts.write_manifest(states, contracts.Manifest(kind="extract", recipe={}, info=info))
-
-    params = yaml.safe_load((ROOT / "params.yaml").read_text())
-    params["drafter"] |= {
-        "num_layers": 1,
-        "block_size": 4,
-        "draft_vocab_size": 60,
-        "markov_rank": 8,
-    }
-    params["train"] |= {
-        "dtype": "float32",
-        "num_epochs": 40,
-        "batch_tokens": 240,
-        "anchors_per_sample": 8,
-        "learning_rate": 0.01,
-        "validations": 4,
-        "validation_anchors": 8,
-        "checkpoint_interval_s": 0.02,
-    }
-    (tmp_path / "params.yaml").write_text(yaml.safe_dump(params))
-    (tmp_path / "services.yaml").write_text((ROOT / "services.yaml").read_text())
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def _command(project, out):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     arguments = ["--target", "data/target", "--hidden-states", "data/hidden_states", "--out", out]
@@ -162,10 +51,15 @@ def _command(project, out):
     )
 
 
-def test_a_run_killed_in_the_middle_ends_with_the_same_bits(project):
-    whole = _command(project, "whole")
-    _, errors = whole.communicate()
-    assert whole.returncode == 0, errors
+def _change_train(project, **changes):
+    path = project / "params.yaml"
+    params = yaml.safe_load(path.read_text())
+    params["train"] |= changes
+    path.write_text(yaml.safe_dump(params))
+
+
+def test_a_budget_run_killed_anywhere_ends_with_the_bits_of_a_whole_run_of_its_steps(project):
+    _change_train(project, budget_s=3.0, checkpoint_interval_s=0.02)
     kills = 0
     while True:
         attempt = _command(project, "killed")
@@ -180,8 +74,12 @@ def test_a_run_killed_in_the_middle_ends_with_the_same_bits(project):
             break
     assert kills == 2
     assert attempt.returncode == 0, errors
+    steps = contracts.read_manifest(project / "killed", "train").counts["steps"]
+    assert steps >= PROBE_STEPS
+    whole = {"budget_s": None, "max_steps": steps, "warmup_fraction": PROBE_STEPS / steps}
+    assert _run(project, train=whole | {"checkpoint_interval_s": 60})["steps"] == steps
     expected, found = (
-        load_file(project / "whole/model.safetensors"),
+        load_file(project / "data/drafter/model.safetensors"),
         load_file(project / "killed/model.safetensors"),
     )
     assert expected.keys() == found.keys()
@@ -191,7 +89,7 @@ def test_a_run_killed_in_the_middle_ends_with_the_same_bits(project):
 
 def _step_of(project):
     """The step of the resume point, or -1; a reader may meet the moment of the rename."""
-    from stages.train.checkpoint import LATEST, Progress, _read
+    from stages.train.checkpoint import Progress, _read
 
     for path in project.glob(f"run/train-*/{LATEST}"):
         try:
@@ -226,9 +124,22 @@ def test_a_learnable_language_is_learnt_and_the_artifact_is_whole(project):
     assert not list(project.glob("run/train-*"))
 
 
-def test_a_diverging_run_says_so_and_names_the_learning_rate(project):
+def test_a_diverging_run_says_so_and_keeps_the_last_good_resume_point(project):
     with pytest.raises(ValueError, match=r"the loss is nan at step .* train.learning_rate"):
         _run(project, train={"learning_rate": 1e30, "max_grad_norm": 1e30})
+    changes = {"learning_rate": 30.0, "checkpoint_interval_s": 0.0, "divergence_steps": 3}
+    with pytest.raises(ValueError, match=r"times its median .* 3 steps .* until a run with other"):
+        _run(project, train=changes | {"max_steps": 500, "warmup_fraction": 0.3})
+    (latest,) = project.glob(f"run/train-*/{LATEST}")
+    assert all(bool(value.isfinite().all()) for value in load_file(latest).values())
+
+
+def test_a_run_without_gains_stops_early_and_stays_stopped(project):
+    changes = {"early_stop_patience": 2, "early_stop_min_gain": 10.0, "validations": 10}
+    metrics = _run(project, train=changes)
+    curve = (project / "data/drafter/curve.csv").read_text().splitlines()
+    assert len(curve) == 1 + 3  # the first validation is a gain, two are not
+    assert metrics["steps"] == 36  # of 120
 
 
 def test_a_draft_vocabulary_larger_than_the_targets_is_the_targets(project):
