@@ -20,7 +20,7 @@ from bench.quality.settings import Settings
 from stages import contracts
 from stages.journal import Journal
 from stages.params import Params, Services
-from stages.train.loop import learning_rate
+from stages.train.schedule import learning_rate
 
 
 @dataclass(frozen=True, kw_only=True)
