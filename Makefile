@@ -1,5 +1,6 @@
 # make retrain [PROFILE=quick] [SET="key=value ..."]   retrains the drafter and proves it
 # make test                                            every test that this machine can run
+# make bench-train [BENCH="--threads 1"]                our training step against speculators'
 # make bench-quality PROMPTS=DIR [SEED=n] [BUDGETS=300,1200]   ours against speculators' trainer
 # Each target makes .venv on first use; after that it costs nothing.
 
@@ -23,7 +24,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: bench-quality retrain test lint ui serve-flows setup lock
+.PHONY: bench-quality bench-train retrain test lint ui serve-flows setup lock
 .DEFAULT_GOAL := retrain
 
 retrain: setup
@@ -36,6 +37,9 @@ lint: setup .venv/.dev-installed
 	ruff check .
 	ruff format --check .
 	mypy
+
+bench-train: setup .venv/.dev-installed
+	@python -m bench.train_step $(BENCH)
 
 # BENCH takes further options, such as --all-rates or --data-only (docs/benchmarks.md).
 bench-quality: setup .venv/.dev-installed
