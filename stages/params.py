@@ -207,6 +207,8 @@ class TrainParams(Section):
     dpace_smoothing: Fraction
     validations: Positive
     validation_anchors: Positive
+    validation_min_blocks: Positive
+    validation_replay_samples: Positive
     early_stop_patience: Positive | None
     early_stop_min_gain: Annotated[float, Field(ge=0)]
     divergence_factor: Annotated[float, Field(gt=1)]

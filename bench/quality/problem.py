@@ -14,6 +14,7 @@ from stages.dspark.config import DrafterConfig
 from stages.dspark.model import Drafter
 from stages.dspark.step import Frozen
 from stages.params import Params, TrainParams
+from stages.train.curves import domain_metrics
 from stages.train.passes import Passes
 from stages.train.stage import draft_vocabulary, frozen_tensors
 from stages.train.validation import replay
@@ -69,7 +70,10 @@ def held_out(problem: Problem, tensors: Mapping[str, Tensor]) -> dict[str, dict[
     """
     drafter = Drafter(problem.config)
     drafter.load_packaged(tensors)
-    return replay(problem.passes(drafter, problem.train), problem.data.test)
+    samples = problem.data.test
+    sets = sorted({sample["domain"] for sample in samples})
+    tally = replay(problem.passes(drafter, problem.train), samples, domains=sets)
+    return domain_metrics(tally, domains=sets)
 
 
 def macro(sets: Mapping[str, Mapping[str, float]]) -> float:

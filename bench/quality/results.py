@@ -28,6 +28,8 @@ NOT_COUNTED = (
     "num_epochs",
     "validations",
     "validation_anchors",
+    "validation_min_blocks",
+    "validation_replay_samples",
     "checkpoint_interval_s",
 )
 

@@ -31,15 +31,20 @@ def leading_matches(matches: Tensor) -> Tensor:
     return matches.to(torch.int64).cumprod(-1).sum(-1)
 
 
-def walk(accepted: list[int]) -> tuple[int, int]:
+def rounds(accepted: list[int]) -> list[int]:
     """Greedy speculative decoding replayed over one response.
 
     accepted[i] is the number of drafts accepted by a block anchored at response token i. Returns
-    (blocks, accepted drafts) of the rounds that serving would run: each advances by accepted + 1.
+    that of each round that serving would run: a round advances by accepted + 1.
     """
-    position = blocks = total = 0
+    position, served = 0, []
     while position < len(accepted):
-        blocks += 1
-        total += accepted[position]
+        served.append(accepted[position])
         position += accepted[position] + 1
-    return blocks, total
+    return served
+
+
+def walk(accepted: list[int]) -> tuple[int, int]:
+    """(rounds, accepted drafts) of `rounds`."""
+    served = rounds(accepted)
+    return len(served), sum(served)

@@ -35,7 +35,7 @@ class Progress:
     loss_count: int = 0
     best_step: int = -1
     best_acceptance_length: float = 0.0
-    curve: list[dict[str, float]] = field(default_factory=list)
+    curve: list[dict[str, float | None]] = field(default_factory=list)
 
     def add(self, loss: float, *, seconds: float) -> None:
         """Counts one step."""

@@ -17,11 +17,12 @@ import torch
 
 from stages.train import schedule
 from stages.train.checkpoint import BEST, Progress, resume, save_best, save_latest
+from stages.train.curves import SELECTED_BY, curve_row
 from stages.train.divergence import Divergence, Watch
 from stages.train.optimizer import Optimizer
 from stages.train.passes import Passes, Sample
 from stages.train.report import Bar
-from stages.train.validation import validate
+from stages.train.validation import Validator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class Trainer:
 
     passes: Passes
     train: Sequence[Sample]
-    validation: Sequence[Sample]
+    validator: Validator
     folder: Path
 
     def run(self) -> Progress:
@@ -96,16 +97,20 @@ class Trainer:
         )
 
     def _validate(self, progress: Progress) -> None:
-        loss, reached = validate(self.passes, self.validation)
         progress.curve.append(
             {
                 "step": progress.step,
                 "train_s": round(progress.train_s, 1),
                 "train_loss": progress.take_mean_loss(),
-                "validation_loss": loss,
-                "validation_acceptance_length": reached,
+                **curve_row(
+                    self.validator.validate(self.passes),
+                    domains=self.validator.domains,
+                    min_blocks=self.passes.params.validation_min_blocks,
+                ),
             }
         )
+        reached = progress.curve[-1][SELECTED_BY]
+        assert reached is not None, "every held-out sample has a block"
         if reached > progress.best_acceptance_length:
             progress.best_acceptance_length, progress.best_step = reached, progress.step
             save_best(self.folder, self.passes.drafter)

@@ -75,15 +75,16 @@ def learning_rate(step: int, *, num_steps: int | None, params: TrainParams) -> f
     return params.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def stalled(curve: Sequence[Mapping[str, float]], params: TrainParams) -> bool:
+def stalled(curve: Sequence[Mapping[str, float | None]], params: TrainParams) -> bool:
     """Whether the last early_stop_patience validations gained less than early_stop_min_gain over
     the best before them. Read from the curve, so a resumed run stops where it would have."""
     if params.early_stop_patience is None:
         return False
     reached, waited = -math.inf, 0
     for row in curve:
-        if row["validation_acceptance_length"] >= reached + params.early_stop_min_gain:
-            reached, waited = row["validation_acceptance_length"], 0
+        found = row["validation_acceptance_length"] or 0.0
+        if found >= reached + params.early_stop_min_gain:
+            reached, waited = found, 0
         else:
             waited += 1
     return waited >= params.early_stop_patience

@@ -21,10 +21,11 @@ from stages.dspark.step import Frozen
 from stages.dspark.vocab import choose_vocab, draft_ids, membership, offsets
 from stages.params import DrafterParams, Services, TrainParams
 from stages.shards import ShardReader
-from stages.train.checkpoint import load_best
+from stages.train import curves
+from stages.train.checkpoint import Progress, load_best
 from stages.train.loop import Trainer
 from stages.train.passes import Passes, Sample
-from stages.train.validation import replay
+from stages.train.validation import Validator, replay
 from stages.weights import TargetWeights, load_target_weights
 
 GATE_SAMPLES, GATE_ANCHORS = 8, 4
@@ -82,24 +83,19 @@ def run(
         params=train,
         device=device,
     )
+    validator = Validator.choose(
+        splits[contracts.TRAIN],
+        splits[contracts.VALIDATION],
+        num_anchors=train.validation_anchors,
+        num_replayed=train.validation_replay_samples,
+    )
     progress = Trainer(
-        passes=passes,
-        train=splits[contracts.TRAIN],
-        validation=splits[contracts.VALIDATION],
-        folder=work,
+        passes=passes, train=splits[contracts.TRAIN], validator=validator, folder=work
     ).run()
     best = load_best(work)
     model.load_packaged(best)
-    replayed = replay(passes, splits[contracts.VALIDATION])
-    metrics = {
-        "validation_acceptance_length": progress.best_acceptance_length,
-        "validation_greedy_acceptance_length": macro(replayed),
-        "domains": replayed,
-        "best_step": progress.best_step,
-        "steps": progress.step,
-        "train_s": round(progress.train_s, 1),
-        "draft_vocab_coverage": coverage(splits[contracts.VALIDATION], vocab, config),
-    }
+    unknown = {split: out_of_vocabulary(rows, vocab, config) for split, rows in splits.items()}
+    metrics = final_metrics(progress, passes, validator, unknown)
     artifact = work / "artifact"
     artifact.mkdir(exist_ok=True)
     _write_outputs(artifact, config, best, vocab, weights, progress.curve, metrics)
@@ -141,13 +137,53 @@ def draft_vocabulary(
     return choose_vocab(counts, size=config.draft_vocab_size, always=always)
 
 
-def coverage(samples: Sequence[Sample], vocab: Tensor, config: DrafterConfig) -> float:
-    """Share of the samples' loss tokens that the drafter can propose."""
+def out_of_vocabulary(
+    samples: Sequence[Sample], vocab: Tensor, config: DrafterConfig
+) -> dict[str, float]:
+    """Share of the loss tokens that the drafter cannot propose, over `all` and by domain."""
     known = membership(vocab, vocab_size=config.vocab_size)
-    tokens = torch.cat(
-        [torch.tensor(s["input_ids"])[torch.tensor(s["loss_mask"])] for s in samples]
-    )
-    return float(known[tokens].float().mean())
+    counts: dict[str, list[int]] = {}
+    for sample in samples:
+        tokens = torch.tensor(sample["input_ids"])[torch.tensor(sample["loss_mask"])]
+        missing = int((~known[tokens]).sum())
+        for group in ("all", sample["domain"]):
+            count = counts.setdefault(group, [0, 0])
+            count[0] += missing
+            count[1] += len(tokens)
+    return {group: missing / total for group, (missing, total) in counts.items()}
+
+
+def final_metrics(
+    progress: Progress,
+    passes: Passes,
+    validator: Validator,
+    unknown: dict[str, dict[str, float]],
+) -> dict[str, Any]:
+    """metrics.json, of the best weights: `passes` holds them. Greedy acceptance is over every
+    held-out sample. unknown: out_of_vocabulary's result by split."""
+    min_blocks = passes.params.validation_min_blocks
+    replayed = replay(passes, validator.held_out, domains=validator.domains)
+    best = next(row for row in progress.curve if row["step"] == progress.best_step)
+    domains = curves.domain_metrics(replayed, domains=validator.domains)
+    for name, entry in domains.items():
+        for split, shares in unknown.items():
+            entry[f"{split}_out_of_vocabulary"] = shares.get(name)
+    expected = [
+        f"{split}_acceptance_length{ending}"
+        for split in (contracts.VALIDATION, contracts.TRAIN)
+        for ending in ("", "_without_looping")
+    ]
+    return {
+        **{name: best[name] for name in expected},
+        **curves.lengths("validation_greedy", replayed, min_blocks=min_blocks),
+        "domains": domains,
+        "positions": curves.position_metrics(replayed, min_blocks=min_blocks),
+        "best_step": progress.best_step,
+        "steps": progress.step,
+        "train_s": round(progress.train_s, 1),
+        "draft_vocab_coverage": 1 - unknown[contracts.VALIDATION]["all"],
+        **{f"{split}_out_of_vocabulary": shares["all"] for split, shares in unknown.items()},
+    }
 
 
 def frozen_tensors(
@@ -194,17 +230,13 @@ def gate_samples(reader: ShardReader, samples: Sequence[Sample]) -> dict[str, Te
     return tensors
 
 
-def macro(replayed: dict[str, dict[str, float]]) -> float:
-    return sum(entry["acceptance_length"] for entry in replayed.values()) / len(replayed)
-
-
 def _write_outputs(
     folder: Path,
     config: DrafterConfig,
     best: dict[str, Tensor],
     vocab: Tensor,
     weights: TargetWeights,
-    curve: list[dict[str, float]],
+    curve: list[curves.Row],
     metrics: dict[str, Any],
 ) -> None:
     tensors = dict(best)

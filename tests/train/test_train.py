@@ -1,5 +1,6 @@
 """Training on a small artifact made here: it learns, resumes exactly and refuses what is wrong."""
 
+import csv
 import json
 import os
 import signal
@@ -115,6 +116,14 @@ def _run(project, **changes):
 def test_a_learnable_language_is_learnt_and_the_artifact_is_whole(project):
     metrics = _run(project, train={"num_epochs": 150})
     assert metrics["validation_greedy_acceptance_length"] > 3
+    assert metrics["train_acceptance_length"] > 3
+    assert metrics["domains"]["qa"]["validation_out_of_vocabulary"] == pytest.approx(
+        1 - metrics["draft_vocab_coverage"]
+    )
+    with (project / "data/drafter/curve.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert float(rows[-1]["validation_acceptance_length/qa"]) > 3
+    assert rows[-1]["validation_acceptance_length/rag"] == ""
     manifest = contracts.read_manifest(project / "data/drafter", "train")
     assert manifest.counts["train"] == 20
     assert manifest.counts["validation"] == 4
