@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from bench.quality.problem import Problem
 from stages.dspark.model import Drafter
 from stages.params import TrainParams
-from stages.train.batches import plan_epoch
+from stages.train import schedule
 from stages.train.optimizer import Optimizer
 from stages.train.stage import plane_rms
 
@@ -28,12 +26,16 @@ class Ours:
         self._drafter.condition(plane_rms(problem.data.reader, self._samples))
         self._passes = problem.passes(self._drafter, self._params)
         self._optimizer = Optimizer(self._drafter, self._params)
-        self._batches = self._plan()
+        lengths = [sample["num_tokens"] for sample in self._samples]
+        self._plan = schedule.plan(lengths, self._params)
 
     def step(self, factor: float) -> float:
-        documents, seeds = next(self._batches)
+        epoch, documents = next(self._plan)
+        seed = schedule.epoch_seed(self._params, epoch)
         batch = self._passes.load(
-            [self._samples[i] for i in documents], self._params.anchors_per_sample, seeds
+            [self._samples[i] for i in documents],
+            self._params.anchors_per_sample,
+            [seed * 1_000_003 + document for document in documents],
         )
         result = self._passes.forward(batch)
         loss = result.loss / result.weight.clamp(min=1e-6)
@@ -44,13 +46,3 @@ class Ours:
 
     def packaged(self) -> dict[str, Tensor]:
         return self._drafter.packaged()
-
-    def _plan(self) -> Iterator[tuple[list[int], list[int]]]:
-        """Documents and anchor seeds of batch after batch, epoch after epoch."""
-        lengths = [sample["num_tokens"] for sample in self._samples]
-        epoch = 0
-        while True:
-            seed = self._params.seed * 1_000_003 + epoch
-            for documents in plan_epoch(lengths, batch_tokens=self._params.batch_tokens, seed=seed):
-                yield documents, [seed * 1_000_003 + document for document in documents]
-            epoch += 1

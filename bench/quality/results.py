@@ -21,11 +21,17 @@ OURS, PEER = "ours", "peer"
 TRAINERS = (OURS, PEER)
 FILE = Path("bench/quality.jsonl")
 
-# of params.train: what another run of the same settings may have otherwise, and what is not used
+# of params.train: what a result's key has already, and what the bench decides itself or does not use
 NOT_COUNTED = (
     "seed",
     "learning_rate",
     "num_epochs",
+    "max_steps",
+    "budget_s",
+    "early_stop_patience",
+    "early_stop_min_gain",
+    "divergence_factor",
+    "divergence_steps",
     "validations",
     "validation_anchors",
     "validation_min_blocks",

@@ -113,10 +113,7 @@ class Bench:
         contender, run = budget.train(
             _builder(trainer, problem, settings=self.settings, seed=seed, rate=rate),
             budget_core_s=core_s,
-            schedule=lambda step, num_steps: (
-                learning_rate(step, num_steps=num_steps, params=self.params.train)
-                / self.params.train.learning_rate
-            ),
+            schedule=self._factor,
             settings=self.settings.budget,
             name=f"{trainer}, seed {seed}, {core_s:g} core-s, rate {rate:g}",
         )
@@ -138,6 +135,11 @@ class Bench:
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "commit": _commit(),
         }
+
+    def _factor(self, step: int, num_steps: int) -> float:
+        """Of the peak learning rate: the profile's schedule over a known number of steps."""
+        params = self.params.train.model_copy(update={"budget_s": None})
+        return learning_rate(step, num_steps=num_steps, params=params) / params.learning_rate
 
     def problem(self) -> Problem:
         """The data and what follows from it; made when the first run needs it."""
