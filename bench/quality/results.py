@@ -21,7 +21,7 @@ OURS, PEER = "ours", "peer"
 TRAINERS = (OURS, PEER)
 FILE = Path("bench/quality.jsonl")
 
-# of params.train: what a result's key has already, and what the bench decides itself or does not use
+# of params.train: what the key has already, what the bench decides itself, what it leaves out
 NOT_COUNTED = (
     "seed",
     "learning_rate",
