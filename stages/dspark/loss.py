@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_SLOTS = 256  # 8 MB of float32 logits at Vd = 8192: stays in cache
+CHUNK_SLOTS = 256
+CHUNK_LOGITS = 2**21  # fewer slots where Vd > 8192: 8 MB in float32, which stays in cache
 
 
 class SlotTargets(NamedTuple):
@@ -99,42 +100,53 @@ class _SlotLoss(torch.autograd.Function):
         needs_grad = any(ctx.needs_input_grad)
         grad_features = torch.empty_like(features if needs_grad else features[:0])
         grad_w2 = torch.zeros_like(markov_w2, dtype=torch.float32)
-        for start in range(0, len(states), CHUNK_SLOTS):
-            rows = slice(start, start + CHUNK_SLOTS)
+        # All chunks go through the same memory: fresh pages cost as much as the arithmetic on them.
+        size = min(_chunk_slots(len(table)), len(states))
+        products = torch.empty(size, len(table), dtype=dtype, device=states.device)
+        buffers = torch.empty(2, size, len(table), device=states.device)
+        for start in range(0, len(states), max(size, 1)):
+            rows = slice(start, start + size)
             index, known = targets.index[rows], targets.label[rows] >= 0
             label = targets.label[rows].clamp(min=0).unsqueeze(-1)
-            z = (features[rows] @ table.T).float()
-            match[rows] = z.argmax(-1) == targets.draft_id[rows]
-            lse = z.logsumexp(-1, keepdim=True)
-            ce[rows] = (lse - z.gather(-1, label)).squeeze(-1) * known
-            log_p = z.sub_(lse)
-            log_q = targets.logits[index].float().sub_(targets.log_sum_exp[index].unsqueeze(-1))
-            if terms.kl:
-                kl[rows] = torch.linalg.vecdot(log_q.exp(), log_q - log_p)
-            p, q = log_p.exp_(), log_q.exp_()
-            mass = q.sum(-1)
-            difference = torch.sub(p, q, out=q)
-            sign = difference.sign()
-            distance = torch.linalg.vecdot(
-                difference, sign
-            )  # sum |p - q| over the draft vocabulary
+            product, z, log_q = (part[: len(index)] for part in (products, *buffers))
+            torch.mm(features[rows], table.T, out=product)
+            z.copy_(product)
+            largest = z.amax(-1, keepdim=True)
+            match[rows] = _is_first_largest(z, largest, targets.draft_id[rows])
+            ce[rows] = (largest - z.gather(-1, label)).squeeze(-1)
+            z.sub_(largest)
+            log_q.copy_(targets.logits[index]).sub_(targets.log_sum_exp[index].unsqueeze(-1))
+            excess = log_q - z if terms.kl else None  # log(q / p) less log(total)
+            p, q = z.exp_(), log_q.exp_()
+            total, mass = p.sum(-1, keepdim=True), q.sum(-1)
+            log_total = total.log().squeeze(-1)
+            ce[rows] = (ce[rows] + log_total) * known
+            if excess is not None:
+                kl[rows] = torch.linalg.vecdot(q, excess) + mass * log_total
+            difference = torch.sub(p.div_(total), q, out=q)
+            distance = torch.linalg.vector_norm(difference, 1, -1)  # over the draft vocabulary
             tv[rows] = distance + (1.0 - mass)
             accept[rows] = 0.5 * (1.0 + mass - distance)  # sum min(p, q)
             if needs_grad:
-                # dz = p * (ce*known - tv*<p,s> + tv*s) - ce*known*onehot + kl*(mass*p - q), all
+                # dz = p*s * tv + p * (ce*known - tv*<p,s>) - ce*known*onehot + kl*(mass*p - q), all
                 # times weight, where q = p - difference
                 scale = weight[rows].unsqueeze(-1)
                 ce_scale = terms.ce * scale * known.unsqueeze(-1)
-                mean_sign = torch.linalg.vecdot(p, sign).unsqueeze(-1)
-                sign.mul_(terms.tv * scale).add_(ce_scale - terms.tv * scale * mean_sign)
-                dz = sign.mul_(p).scatter_add_(-1, label, -ce_scale)
-                if terms.kl:
+                if excess is None:
+                    p_sign = torch.copysign(p, difference, out=difference)
+                else:
+                    p_sign = torch.copysign(p, difference, out=excess)
+                p_scale = ce_scale - terms.tv * scale * p_sign.sum(-1, keepdim=True)
+                if excess is not None:
                     kl_scale = terms.kl * scale
-                    dz.addcmul_(p, kl_scale * (mass.unsqueeze(-1) - 1.0))
+                    p_scale += kl_scale * (mass.unsqueeze(-1) - 1.0)
+                dz = p.mul_(p_scale).addcmul_(p_sign, terms.tv * scale)
+                if excess is not None:
                     dz.addcmul_(difference, kl_scale)
-                dz = dz.to(dtype)
-                torch.matmul(dz, table, out=grad_features[rows])
-                grad_w2.add_(dz.T @ features[rows, hidden:])
+                dz.scatter_add_(-1, label, -ce_scale)
+                product.copy_(dz)
+                torch.mm(product, table, out=grad_features[rows])
+                grad_w2.add_(product.T @ features[rows, hidden:])
         if needs_grad:
             ctx.save_for_backward(grad_features[:, :hidden], grad_features[:, hidden:], grad_w2)
             ctx.dtypes = markov.dtype, markov_w2.dtype
@@ -158,6 +170,23 @@ class _SlotLoss(torch.autograd.Function):
         )
 
 
+def _chunk_slots(draft_vocab_size: int) -> int:
+    return max(1, min(CHUNK_SLOTS, CHUNK_LOGITS // draft_vocab_size))
+
+
+def _is_first_largest(z: Tensor, largest: Tensor, draft_id: Tensor) -> Tensor:
+    """z.argmax(-1) == draft_id for z [slots, Vd], bool [slots].
+
+    argmax takes as long as an exponential; equal logits (they occur in bfloat16) are rare, so it
+    runs only over slots whose token has the largest one.
+    """
+    found = (z.gather(-1, draft_id.clamp(min=0).unsqueeze(-1)) == largest).squeeze(-1)
+    found &= draft_id >= 0
+    places = found.nonzero().squeeze(-1)
+    found[places] = z[places].argmax(-1) == draft_id[places]
+    return found
+
+
 @torch.no_grad()
 def label_probability(
     states: Tensor, markov: Tensor, *, head: Tensor, markov_w2: Tensor, label: Tensor
@@ -170,8 +199,9 @@ def label_probability(
     features = torch.cat([states, markov.to(states.dtype)], -1)
     table = torch.cat([head.to(states.dtype), markov_w2.to(states.dtype)], -1)
     found = torch.empty(len(states), device=states.device)
-    for start in range(0, len(states), CHUNK_SLOTS):
-        rows = slice(start, start + CHUNK_SLOTS)
+    size = _chunk_slots(len(table))
+    for start in range(0, len(states), size):
+        rows = slice(start, start + size)
         z = (features[rows] @ table.T).float()
         chosen = z.gather(-1, label[rows].clamp(min=0).unsqueeze(-1)).squeeze(-1)
         found[rows] = (chosen - z.logsumexp(-1)).exp() * (label[rows] >= 0)

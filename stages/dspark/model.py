@@ -14,11 +14,14 @@ Parameters carry the names of the packaged checkpoint (vLLM's Qwen3DSparkForCaus
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from stages.dspark.attention import block_attention
 from stages.dspark.config import DrafterConfig
 
 VOCAB_TENSORS = ("lm_head.weight", "d2t", "t2d")
@@ -87,17 +90,14 @@ class Attention(nn.Module):
         k_context = rotate(self.k_norm(self.k_proj(context).view(B, T, K, D)), context_rope)
         v_context = self.v_proj(context).view(B, T, K, D)
 
-        flat = q.reshape(B, K, G * M * N, D)
-        scores_context = flat @ k_context.permute(0, 2, 3, 1)  # [B, K, G*M*N, T]
-        scores_context = scores_context.view(B, K, G, M, N, T).masked_fill(
-            outside[:, None, None, :, None, :], float("-inf")
+        mixed = block_attention(
+            q,
+            k_context.transpose(1, 2),
+            v_context.transpose(1, 2),
+            k_block.permute(0, 3, 1, 2, 4),
+            v_block.permute(0, 3, 1, 2, 4),
+            outside=outside,
         )
-        keys = k_block.permute(0, 3, 1, 4, 2).unsqueeze(2)  # [B, K, 1, M, D, N]
-        scores_block = q @ keys  # [B, K, G, M, N, N]
-        weights = torch.cat([scores_context, scores_block], -1).float().softmax(-1).to(x.dtype)
-        from_context = weights[..., :T].reshape(B, K, G * M * N, T) @ v_context.permute(0, 2, 1, 3)
-        from_block = weights[..., T:] @ v_block.permute(0, 3, 1, 2, 4).unsqueeze(2)
-        mixed = from_context.view(B, K, G, M, N, D) + from_block
         return self.o_proj(mixed.permute(0, 3, 4, 1, 2, 5).reshape(B, M, N, K * G * D))
 
 
@@ -111,7 +111,22 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(_SwiGlu.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+class _SwiGlu(torch.autograd.Function):
+    """silu(gate) * up; keeps its inputs alone, where autograd would keep silu(gate) too."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
 class Layer(nn.Module):

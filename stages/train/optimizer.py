@@ -1,9 +1,8 @@
 """Muon for the matrices of the backbone's layers, AdamW for everything else, under one schedule.
 
-Muon (Jordan et al. 2024, torch.optim.Muon) orthogonalises the momentum of a matrix; its step is
-scaled to the root mean square of Adam's, so both take the same learning rate. Its Newton-Schulz
-products cost about 0.15 s a step for one SmolLM2-sized layer on two cores, and win it back: on the
-same data 529 steps in 346 core-seconds reached 1.466, 1,058 of AdamW's in 355 1.390 (docs/LOG.md).
+Muon (stages/train/muon.py) costs about a third of a default step, and wins it back: on the same
+data 529 steps in 346 core-seconds reached 1.466, 1,058 of AdamW's in 355 1.390 (docs/LOG.md;
+measured with torch.optim.Muon, which costs twice as much).
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stages.params import TrainParams
+from stages.train.muon import Muon
 
 
 class Optimizer:
@@ -33,11 +33,11 @@ class Optimizer:
         ]
         if chosen:
             self._parts.append(
-                torch.optim.Muon(
+                Muon(
                     matrices,
+                    lr=params.learning_rate,
                     weight_decay=params.weight_decay,
                     momentum=params.muon_momentum,
-                    adjust_lr_fn="match_rms_adamw",
                 )
             )
 
