@@ -41,7 +41,7 @@ lint: setup .venv/.dev-installed
 bench-train: setup .venv/.dev-installed
 	@python -m bench.train_step $(BENCH)
 
-# BENCH takes further options, such as --all-rates or --data-only (docs/benchmarks.md).
+# BENCH takes further options, such as --all-rates or --data-only (docs/bench-quality.md).
 bench-quality: setup .venv/.dev-installed
 	@test -n "$(PROMPTS)" || { echo "make bench-quality: set PROMPTS=DIR, a folder of JSONL files" >&2; exit 1; }
 	@python -m bench.quality --prompts "$(PROMPTS)" --budgets "$(BUDGETS)" $(if $(SEED),--seed $(SEED)) $(BENCH)

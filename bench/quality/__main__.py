@@ -1,4 +1,7 @@
-"""python -m bench.quality --prompts DIR [--seed N ...] [--budgets 300,1200]: docs/benchmarks.md"""
+"""python -m bench.quality --prompts DIR [--seed N ...] [--budgets 300,1200]
+
+docs/bench-quality.md has the rules of the comparison.
+"""
 
 import argparse
 import json
