@@ -50,6 +50,7 @@ CONVERSATIONS = pa.schema(
         ("input_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.bool_())),  # True exactly for tokens the target itself produced
         ("finish_reason", pa.string()),
+        ("looping", pa.bool_()),  # the response repeats itself (stages/loops.py), capped or not
     ]
 )
 """conversations/conversations.parquet: prompt and response as token ids (train and validation)."""
@@ -59,6 +60,7 @@ SAMPLES = pa.schema(
         ("id", pa.string()),
         ("domain", pa.string()),
         ("split", pa.string()),
+        ("looping", pa.bool_()),  # as in the conversation
         ("shard", pa.int32()),
         ("row_group", pa.int32()),
         ("num_tokens", pa.int32()),
@@ -228,7 +230,10 @@ def read_table(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
     """Reads a Parquet table into rows. Raises ArtifactError where its schema differs."""
     table = pq.read_table(path)
     if not table.schema.equals(schema):
-        raise ArtifactError(f"{path}: expected columns {schema.names}, found {table.schema}")
+        raise ArtifactError(
+            f"{path}: expected columns {schema.names}, found {table.schema}; another version "
+            "of this project made it; make it again"
+        )
     return table.to_pylist()
 
 

@@ -210,6 +210,7 @@ def _acceptance_row(prompt: Prompt, answer: Completion, *, url: str) -> dict[str
         "id": prompt.id,
         "domain": prompt.domain,
         "prompt_tokens": len(prompt.token_ids),
+        "token_ids": answer.token_ids,
         "num_tokens": len(answer.token_ids),
         "finish_reason": answer.finish_reason,
         "elapsed_s": answer.elapsed_s,

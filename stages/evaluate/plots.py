@@ -9,24 +9,36 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-_BLUE, _ORANGE, _GREY = "#2f6f9f", "#d9822b", "#b8c4ce"
+_BLUE, _LIGHT, _ORANGE, _GREY = "#2f6f9f", "#9cc3dd", "#d9822b", "#b8c4ce"
 _METADATA = {"Software": ""}  # matplotlib's version would change the file's checksum
 
 
 def acceptance_by_domain(
-    lengths: Mapping[str, float | None], *, macro: float | None, block_size: int, path: Path
+    lengths: Mapping[str, float | None],
+    without_looping: Mapping[str, float | None],
+    *,
+    macro: float | None,
+    block_size: int,
+    path: Path,
 ) -> None:
-    """Bars of the acceptance length of each domain, the macro average as a line."""
-    figure = Figure(figsize=(8.0, 4.6), layout="constrained")
+    """Bars of the acceptance length of each domain, over all responses and over those that do not
+    repeat themselves; the macro average of all as a line."""
+    figure = Figure(figsize=(8.0, 5.6), layout="constrained")
     axes = figure.add_subplot()
     names = list(lengths)
-    values = [value if value is not None else 0.0 for value in lengths.values()]
-    bars = axes.barh(names, values, color=_BLUE, height=0.68)
-    labels = [f"{v:.2f}" if v is not None else "no drafts" for v in lengths.values()]
-    axes.bar_label(bars, labels=labels, padding=4, fontsize=9)
+    kinds = (("all responses", lengths, _BLUE), ("without looping", without_looping, _LIGHT))
+    values = []
+    for place, (label, given, colour) in enumerate(kinds):
+        heights = [given[name] or 0.0 for name in names]
+        values += heights
+        offsets = [index + (place - 0.5) * 0.4 for index in range(len(names))]
+        bars = axes.barh(offsets, heights, color=colour, height=0.38, label=label)
+        texts = [f"{v:.2f}" if (v := given[name]) is not None else "no drafts" for name in names]
+        axes.bar_label(bars, labels=texts, padding=4, fontsize=8)
+    axes.set_yticks(range(len(names)), names)
     if macro is not None:
         axes.axvline(macro, color=_ORANGE, linewidth=1.8, label=f"macro average {macro:.2f}")
-        axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="lower right", frameon=False)
     axes.invert_yaxis()
     axes.set_xlim(1.0, max([*values, 1.5]) * 1.12)
     axes.set_xlabel("acceptance length (tokens a round, bonus included)")

@@ -21,6 +21,9 @@ class Domain:
     rounds: Rounds  # trimmed
     raw_accepted: int  # as vLLM counts
     length: float | None
+    length_without_looping: float | None
+    looping: int  # responses that repeat themselves
+    out_of_vocabulary: float | None  # share of the response tokens that cannot be drafted
     survivals: list[float]
     speed: Speed
     first_token_s: dict[str, float | None]  # median, by engine, at concurrency 1
@@ -30,6 +33,7 @@ class Domain:
 class Results:
     domains: dict[str, Domain]
     macro_length: float | None
+    macro_length_without_looping: float | None
     macro_survivals: list[float]
     macro_speedup: float | None
 
@@ -41,8 +45,9 @@ def aggregate(
     block_size: int,
     min_speed_tokens: int,
 ) -> Results:
-    """acceptance and speed are the journals' rows (measure.py). Raises ValueError for counts that
-    cannot be (more accepted than a block holds)."""
+    """acceptance: the journal's rows, judged (responses.py); speed: the journal's (measure.py).
+
+    Raises ValueError for counts that cannot be (more accepted than a block holds)."""
     domains = {
         name: _domain(
             [row for row in acceptance if row["domain"] == name],
@@ -56,6 +61,9 @@ def aggregate(
     return Results(
         domains=domains,
         macro_length=formulas.mean(domain.length for domain in drafted),
+        macro_length_without_looping=formulas.mean(
+            domain.length_without_looping for domain in drafted
+        ),
         macro_survivals=[
             formulas.mean(domain.survivals[position] for domain in drafted) or 0.0
             for position in range(block_size)
@@ -65,13 +73,17 @@ def aggregate(
 
 
 def metrics(results: Results, *, lossless: Mapping[str, int]) -> dict[str, Any]:
-    """metrics.json: these keys and no others, for ever."""
+    """metrics.json: keys that are never renamed or dropped."""
     return {
         "macro_acceptance_length": results.macro_length,
+        "macro_acceptance_length_without_looping": results.macro_length_without_looping,
         "macro_speedup": results.macro_speedup,
         "domains": {
             name: {
                 "acceptance_length": domain.length,
+                "acceptance_length_without_looping": domain.length_without_looping,
+                "looping": domain.looping,
+                "out_of_vocabulary": domain.out_of_vocabulary,
                 "tokens_per_s_per_user": domain.speed.drafter,
                 "baseline_tokens_per_s_per_user": domain.speed.baseline,
                 "prompts": domain.prompts,
@@ -111,9 +123,12 @@ def domain_rows(results: Results) -> list[dict[str, Any]]:
         {
             "domain": name,
             "acceptance_length": domain.length,
+            "acceptance_length_without_looping": domain.length_without_looping,
             "prompts": domain.prompts,
+            "looping": domain.looping,
             "drafts": domain.rounds.drafts,
             "accepted": sum(domain.rounds.accepted),
+            "out_of_vocabulary": domain.out_of_vocabulary,
             "tokens_per_s_per_user": domain.speed.drafter,
             "baseline_tokens_per_s_per_user": domain.speed.baseline,
             "speedup": domain.speed.ratio,
@@ -130,6 +145,10 @@ def notes(results: Results, *, min_speed_tokens: int) -> list[str]:
     for name, domain in results.domains.items():
         if domain.length is None:
             found.append(f"{name}: no draft was made; left out of macro_acceptance_length")
+        elif domain.length_without_looping is None:
+            found.append(
+                f"{name}: every response loops; left out of macro_acceptance_length_without_looping"
+            )
         if domain.speed.ratio is None:
             found.append(
                 f"{name}: no prompt has {min_speed_tokens} output tokens on both engines; left out "
@@ -148,29 +167,41 @@ def _domain(
     raw = formulas.together(
         Rounds(tuple(row["drafted"]), tuple(row["accepted"])) for row in acceptance
     )
-    rounds = formulas.together(
-        formulas.trimmed(
-            Rounds(tuple(row["drafted"]), tuple(row["accepted"])),
-            num_tokens=row["num_tokens"],
-            finish_reason=row["finish_reason"],
-        )
-        for row in acceptance
-    )
+    rounds = _rounds(acceptance)
     length = formulas.acceptance_length(rounds)
     survivals = formulas.survival(rounds, num_positions=block_size)
     if length is not None:
         formulas.check_identity(length, survivals)
+    num_tokens = sum(row["num_tokens"] for row in acceptance)
     return Domain(
         prompts=len(acceptance),
         rounds=rounds,
         raw_accepted=sum(raw.accepted),
         length=length,
+        length_without_looping=formulas.acceptance_length(
+            _rounds([row for row in acceptance if not row["looping"]])
+        ),
+        looping=sum(row["looping"] for row in acceptance),
+        out_of_vocabulary=sum(row["out_of_vocabulary"] for row in acceptance) / num_tokens
+        if num_tokens
+        else None,
         survivals=survivals,
         speed=formulas.domain_speed(map(_pair, speed), min_tokens=min_speed_tokens),
         first_token_s={
             engine: formulas.median(row[engine]["first_s"] for row in speed)
             for engine in ("drafter", "baseline")
         },
+    )
+
+
+def _rounds(acceptance: Sequence[Mapping[str, Any]]) -> Rounds:
+    return formulas.together(
+        formulas.trimmed(
+            Rounds(tuple(row["drafted"]), tuple(row["accepted"])),
+            num_tokens=row["num_tokens"],
+            finish_reason=row["finish_reason"],
+        )
+        for row in acceptance
     )
 
 

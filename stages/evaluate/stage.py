@@ -22,6 +22,7 @@ from typing import Any
 from stages import contracts, summary
 from stages.evaluate import lossless, measure, plots, results
 from stages.evaluate.prompts import Prompt, first_of_each, read_prompts, room, spread
+from stages.evaluate.responses import judged, read_draft_vocabulary
 from stages.journal import Journal
 from stages.params import EngineParams, EvaluateParams, GenerateParams, Services
 from stages.serving import process
@@ -84,6 +85,8 @@ def run(
     acceptance, speed, sessions = measuring.served(
         prompts, first_of_each(prompts, limit=evaluate.speed_prompts)
     )
+    known = read_draft_vocabulary(inputs["package"])
+    acceptance = [judged(row, generate=generate, known=known) for row in acceptance]
     warnings = [
         warning
         for session in sessions
@@ -294,6 +297,7 @@ def _write_tables(folder: Path, found: results.Results, *, block_size: int) -> N
             writer.writerows(rows)
     plots.acceptance_by_domain(
         {name: domain.length for name, domain in found.domains.items()},
+        {name: domain.length_without_looping for name, domain in found.domains.items()},
         macro=found.macro_length,
         block_size=block_size,
         path=folder / "plots" / "acceptance_by_domain.png",

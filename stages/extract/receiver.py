@@ -133,6 +133,7 @@ class Receiver:
                 "id": row["id"],
                 "domain": row["domain"],
                 "split": row["split"],
+                "looping": row["looping"],
                 "num_tokens": shape.num_tokens,
                 "input_ids": row["input_ids"],
                 "loss_mask": row["loss_mask"],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stages.generate.loops import loop_start
+from stages.loops import loop_start
 from stages.params import GenerateParams
 
 TRUNCATED = "length"  # the finish reason of a response that ran into max_tokens
@@ -68,7 +68,12 @@ def judge(
 
 
 def row(
-    prompt: dict[str, Any], *, input_ids: Sequence[int], response: Sequence[int], finish_reason: str
+    prompt: dict[str, Any],
+    *,
+    input_ids: Sequence[int],
+    response: Sequence[int],
+    finish_reason: str,
+    looping: bool,
 ) -> dict[str, Any]:
     """A row of contracts.CONVERSATIONS: only the response's tokens carry loss.
 
@@ -82,4 +87,5 @@ def row(
         "input_ids": [*input_ids, *response],
         "loss_mask": [False] * len(input_ids) + [True] * len(response),
         "finish_reason": finish_reason,
+        "looping": looping,
     }

@@ -213,6 +213,7 @@ def _finish(
                 input_ids=rendered[prompt["id"]],
                 response=response["token_ids"][: verdict.num_kept],
                 finish_reason=response["finish_reason"],
+                looping=verdict.looping,
             )
         )
     counts = contracts.write_rejects(

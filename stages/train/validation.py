@@ -188,7 +188,7 @@ def _expected(
 
 
 def _group(sample: Sample, domains: Sequence[str]) -> tuple[int, int]:
-    return domains.index(sample["domain"]), int(sample.get("looping", False))
+    return domains.index(sample["domain"]), int(sample["looping"])
 
 
 def _num_blocks(sample: Sample, num_anchors: int) -> int:

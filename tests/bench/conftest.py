@@ -112,6 +112,7 @@ def _write_states(out: Path, pieces: Path, embedding: torch.Tensor) -> None:
             "id": f"s{i}",
             "domain": "code" if i % 2 else "chat",
             "split": contracts.VALIDATION if i >= 18 else contracts.TRAIN,
+            "looping": False,
             "num_tokens": 30,
             "input_ids": tokens[:-1],
             "loss_mask": [False] * 6 + [True] * 24,

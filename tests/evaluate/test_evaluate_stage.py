@@ -13,8 +13,10 @@ from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
+from safetensors.numpy import save_file
 
 from stages import contracts
 from stages.evaluate import stage
@@ -25,6 +27,14 @@ from tests.random_drafter import config_for
 BLOCK = 4
 ACCEPTED = [2, 0, 4, 1]
 RESPONSE = list(range(100, 100 + 1 + sum(ACCEPTED) + len(ACCEPTED)))
+LOOP_ACCEPTED = [4, 4, 0]
+LOOP = [100, 101] * (len(RESPONSE) // 2)  # as long; every second prompt is answered so
+UNKNOWN = 100  # a token outside the draft vocabulary
+
+
+def loops(prompt: list[int]) -> bool:
+    """One of each domain's two prompts, which differ by a token."""
+    return len(prompt) % 2 == 1
 
 
 class Wire:
@@ -34,18 +44,17 @@ class Wire:
         self.speculates, self.chunk_s = speculates, chunk_s
         self.requests: list[list[int]] = []
         self.dies_after: int | None = None
-        self.drafts = 0
+        self.accepted: list[int] = []
 
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "m"}]})
 
     async def metrics(self, _: web.Request) -> web.Response:
-        drafts = self.drafts
+        drafts = len(self.accepted)
         return web.Response(
             text=f"vllm:spec_decode_num_drafts_total 7{drafts:06d}.0\n"
             f"vllm:spec_decode_num_draft_tokens_total {drafts * BLOCK}.0\n"
-            f"vllm:spec_decode_num_accepted_tokens_total "
-            f"{drafts // len(ACCEPTED) * sum(ACCEPTED)}.0\n"
+            f"vllm:spec_decode_num_accepted_tokens_total {sum(self.accepted)}.0\n"
         )
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -55,14 +64,16 @@ class Wire:
             return web.Response(status=500, text="engine dead")
         metrics: dict[str, Any] = {}
         if self.speculates:
-            self.drafts += len(ACCEPTED)
+            accepted = LOOP_ACCEPTED if loops(body["prompt"]) else ACCEPTED
+            self.accepted += accepted
             per_step = {
-                "per_step_drafted": [BLOCK] * len(ACCEPTED),
-                "per_step_accepted": ACCEPTED,
+                "per_step_drafted": [BLOCK] * len(accepted),
+                "per_step_accepted": accepted,
             }
             metrics = {"metrics": {"speculative_decoding": per_step}}
         if not body["stream"]:
-            choice = {"token_ids": RESPONSE, "finish_reason": "length"}
+            tokens = LOOP if loops(body["prompt"]) else RESPONSE
+            choice = {"token_ids": tokens, "finish_reason": "length"}
             return web.json_response({"choices": [choice], **metrics})
         answer = web.StreamResponse()
         await answer.prepare(request)
@@ -107,7 +118,10 @@ class Case:
     """Inputs of the stage and the two servers."""
 
     def __init__(self, folder: Path, target: Path, params: Params, engine: EngineParams) -> None:
-        self.folder, self.params, self.engine = folder, params, engine
+        short_loops = {"loop_ngram": 2, "loop_repeats": 3}
+        generate = params.generate.model_copy(update=short_loops)
+        self.params = params.model_copy(update={"generate": generate})
+        self.folder, self.engine = folder, engine
         self.evaluate: EvaluateParams = params.evaluate.model_copy(
             update={
                 "prompts_per_domain": 3,
@@ -164,6 +178,8 @@ class Case:
         folder.mkdir()
         config = config_for(self.inputs["target"], layer_ids=TINY_LAYER_IDS, block_size=BLOCK)
         contracts.write_json(folder / "config.json", config.to_json())
+        known = np.arange(config.vocab_size) != UNKNOWN
+        save_file({"t2d": known}, folder / "model.safetensors")
         contracts.write_manifest(
             folder, contracts.Manifest(kind="package", recipe={}, info={"name": "p"})
         )
@@ -214,21 +230,37 @@ def test_metrics_have_the_keys_that_stay_for_ever(case: Case, urls: Services) ->
     assert manifest.counts == {"prompts": 18, "speed_pairs": 18, "checked": 1, "identical": 1}
     assert manifest.rejected == {"too_long": 9}
     metrics = json.loads((out / "metrics.json").read_text())
-    assert list(metrics) == ["macro_acceptance_length", "macro_speedup", "domains", "lossless"]
+    assert list(metrics) == [
+        "macro_acceptance_length",
+        "macro_acceptance_length_without_looping",
+        "macro_speedup",
+        "domains",
+        "lossless",
+    ]
     assert tuple(metrics["domains"]) == DOMAINS
-    length = 1 + sum(ACCEPTED) / len(ACCEPTED)
+    everything = [*ACCEPTED, *LOOP_ACCEPTED]
+    length = 1 + sum(everything) / len(everything)
+    plain = 1 + sum(ACCEPTED) / len(ACCEPTED)
+    assert metrics["macro_acceptance_length_without_looping"] == pytest.approx(plain)
     assert metrics["macro_acceptance_length"] == pytest.approx(length)
     assert metrics["macro_speedup"] > 1
     assert metrics["lossless"] == {"checked": 1, "identical": 1}
     for domain in metrics["domains"].values():
         assert set(domain) == {
             "acceptance_length",
+            "acceptance_length_without_looping",
+            "looping",
+            "out_of_vocabulary",
             "tokens_per_s_per_user",
             "baseline_tokens_per_s_per_user",
             "prompts",
             "drafts",
         }
-        assert (domain["prompts"], domain["drafts"]) == (2, 2 * len(ACCEPTED))
+        assert (domain["prompts"], domain["drafts"]) == (2, len(everything))
+        assert domain["acceptance_length_without_looping"] == pytest.approx(plain)
+        assert domain["looping"] == 1
+        unknown = RESPONSE.count(UNKNOWN) + LOOP.count(UNKNOWN)
+        assert domain["out_of_vocabulary"] == pytest.approx(unknown / (2 * len(RESPONSE)))
     with (out / "by_position.csv").open() as file:
         rows = list(csv.DictReader(file))
     macro = [float(row["survival"]) for row in rows if row["domain"] == "macro"]
@@ -236,6 +268,15 @@ def test_metrics_have_the_keys_that_stay_for_ever(case: Case, urls: Services) ->
     assert len(rows) == 10 * BLOCK
     serving_file = json.loads((out / "serving.json").read_text())
     assert serving_file["warnings"] == []
+    (session,) = serving_file["sessions"]
+    kinds = [
+        [row for row in serving_file["acceptance"] if row["looping"] is looping]
+        for looping in (False, True)
+    ]
+    assert [len(rows) for rows in kinds] == [9, 9]
+    counted = sum(sum(row["accepted"]) for rows in kinds for row in rows)
+    assert counted == session["counters"]["vllm:spec_decode_num_accepted_tokens"]
+    assert not any("token_ids" in row for row in serving_file["acceptance"])
     orders = [tuple(row["order"]) for row in serving_file["speed"]]
     assert orders.count(("baseline", "drafter")) == 9
     assert (out / "plots" / "acceptance_by_domain.png").stat().st_size > 1000

@@ -48,6 +48,7 @@ def write_conversations(
             "input_ids": ids,
             "loss_mask": [position >= prompt for position in range(len(ids))],
             "finish_reason": "length",
+            "looping": index % 2 == 1,
         }
         for index, (ids, prompt) in enumerate(rows)
     ]
@@ -129,6 +130,7 @@ def test_shards_hold_states_whose_logits_give_the_targets_own_tokens(
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
     reader = ShardReader(tmp_path / "states", manifest)
     samples = reader.samples()
+    assert all(s["looping"] == (int(s["id"][1:]) % 2 == 1) for s in samples)
     assert [row["id"] for row in samples] == [f"c{index:04d}" for index in range(30)]
     for row, (ids, prompt) in zip(samples, rows, strict=True):
         assert row["input_ids"] == ids

@@ -23,6 +23,7 @@ def sample(index: int, num_tokens: int) -> dict[str, Any]:
         "id": f"s{index}",
         "domain": "qa",
         "split": "train",
+        "looping": False,
         "num_tokens": num_tokens,
         "input_ids": list(range(num_tokens)),
         "loss_mask": [True] * num_tokens,

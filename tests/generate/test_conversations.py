@@ -66,6 +66,7 @@ def test_a_prompt_must_leave_room_for_the_response_and_the_extraction() -> None:
 
 def test_exactly_the_responses_tokens_carry_loss() -> None:
     prompt = {"id": "a", "domain": "qa", "split": "train"}
-    made = row(prompt, input_ids=[1, 2, 3], response=[7, 8], finish_reason="stop")
+    made = row(prompt, input_ids=[1, 2, 3], response=[7, 8], finish_reason="stop", looping=True)
     assert made["input_ids"] == [1, 2, 3, 7, 8]
     assert made["loss_mask"] == [False, False, False, True, True]
+    assert made["looping"]

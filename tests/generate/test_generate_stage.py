@@ -80,6 +80,7 @@ def test_rows_hold_the_rendered_prompt_and_the_targets_own_tokens(
     assert manifest.counts == {"rows": 15, "train": 12, "validation": 3}
     assert manifest.rejected == {"mask_token": 1, "too_long": 1}
     assert sum(manifest.info["finish_reasons"].values()) == 15
+    assert sum(row["looping"] for row in made) == manifest.info["looping"]
     assert [row["id"] for row in made] == [row["id"] for row in rows[:15]]
     renderer = Renderer(tiny_target)
     for source, row in zip(rows, made, strict=False):

@@ -74,6 +74,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 "id": f"s{i}",
                 "domain": "qa",
                 "split": "validation" if i >= 20 else "train",
+                "looping": i % 4 == 3,
                 "shard": 0,
                 "row_group": i,
                 "num_tokens": len(ids),

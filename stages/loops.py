@@ -1,5 +1,6 @@
 """Finds responses that repeat themselves: greedy decoding of a small model loops often, and loops
-make acceptance look better than it is."""
+make acceptance look better than it is. One rule for the data (generate.looping) and for what is
+reported without looping responses."""
 
 from __future__ import annotations
 

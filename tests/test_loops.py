@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.generate.loops import loop_start
+from stages.loops import loop_start
 
 
 def reference(tokens: list[int], ngram: int, repeats: int) -> int | None:
