@@ -32,9 +32,11 @@ from stages.serving import launch
 
 CURVES = {"train": Path("data/drafter/curve.csv")}
 METRICS = Path("evaluation/metrics.json")
+RECORDED_METRICS = {"": METRICS, "drafter": Path("data/drafter/metrics.json")}
 RECORDED = (
     Path("package"),
     Path("evaluation"),
+    Path("data/drafter/plots"),
     Path("dvc.lock"),
     Path("params.yaml"),
     Path("services.yaml"),
@@ -136,7 +138,7 @@ def _finish_record(store: tracking.Store, run_id: str, results: list[StageResult
         run_id,
         lock_sha256=lock_sha256,
         curves=CURVES,
-        metrics=METRICS,
+        metrics=RECORDED_METRICS,
         artifacts=RECORDED,
         provenance={
             "git_commit": _git("rev-parse", "HEAD") or "none",

@@ -106,14 +106,15 @@ class Store:
         *,
         lock_sha256: str,
         curves: Mapping[str, Path],
-        metrics: Path,
+        metrics: Mapping[str, Path],
         artifacts: Sequence[Path],
         provenance: Mapping[str, Any],
     ) -> None:
         """Logs a finished DAG from its artifacts.
 
-        curves: {prefix: CSV file with a column `step`}; metrics: evaluation/metrics.json;
-        artifacts: files and folders, each kept under its own name.
+        curves: {prefix: CSV file with a column `step`}; metrics: {prefix: JSON file of nested
+        mappings}; artifacts: files and folders, each kept under its own name. A metric is named
+        prefix/column or prefix/key/key; the prefix "" adds nothing.
         """
         from mlflow.entities import Metric
 
@@ -123,8 +124,9 @@ class Store:
             for name, value, step in read_curve(path)
         ]
         points += [
-            Metric(name, value, 0, 0)
-            for name, value in flatten(json.loads(metrics.read_text()), separator="/")
+            Metric(f"{prefix}/{name}" if prefix else name, value, 0, 0)
+            for prefix, path in metrics.items()
+            for name, value in flatten(json.loads(path.read_text()), separator="/")
             if isinstance(value, int | float)
         ]
         for i in range(0, len(points), _BATCH):

@@ -4,7 +4,8 @@ the metrics in MLflow (train/<column>). Pure; every run has the same names.
     train_acceptance_length                        expected, macro average over domains
     validation_acceptance_length                   the same on held-out samples; selects the best
     validation_greedy_acceptance_length            speculative decoding replayed over responses
-    <the three>_without_looping                    only responses that do not repeat themselves
+    <the three>_without_looping                    only responses that do not repeat themselves;
+                                                   a domain of loops alone drops out of the average
     <the three>/<domain>
     <train|validation|validation_greedy>_survival/<position>      unconditional, macro; from 1
     <train|validation|validation_greedy>_conditional/<position>   of those that got there
@@ -23,16 +24,14 @@ SELECTED_BY = "validation_acceptance_length"
 """What makes a checkpoint the best: held-out, and macro as evaluation reports it, so that a domain
 of long responses does not decide alone; expected, as it varies less than counts of matches do."""
 
+NAMES = ("train", "validation", "validation_greedy")
 Row = dict[str, float | None]  # None: nothing to measure
 
 
 def curve_row(validation: Validation, *, domains: Sequence[str], min_blocks: int) -> Row:
     """One validation's columns."""
-    tallies = {
-        "train": validation.train,
-        "validation": validation.held_out,
-        "validation_greedy": validation.replayed,
-    }
+    measured = (validation.train, validation.held_out, validation.replayed)
+    tallies = dict(zip(NAMES, measured, strict=True))
     row: Row = {"validation_loss": validation.loss}
     for name, tally in tallies.items():
         row |= lengths(name, tally, min_blocks=min_blocks)
@@ -81,6 +80,21 @@ def position_metrics(tally: Tally, *, min_blocks: int) -> dict[str, dict[str, fl
         str(k): {"survival": survived, "conditional": rate}
         for k, (survived, rate) in enumerate(pairs, start=1)
     }
+
+
+def position_rows(row: Row, *, num_slots: int) -> list[Row]:
+    """by_position.csv: one validation's columns, a row a position."""
+    return [
+        {
+            "position": k,
+            **{
+                f"{name}_{kind}": row[f"{name}_{kind}/{k}"]
+                for name in NAMES
+                for kind in ("survival", "conditional")
+            },
+        }
+        for k in range(1, num_slots + 1)
+    ]
 
 
 def _positions(

@@ -21,7 +21,7 @@ from stages.dspark.step import Frozen
 from stages.dspark.vocab import choose_vocab, draft_ids, membership, offsets
 from stages.params import DrafterParams, Services, TrainParams
 from stages.shards import ShardReader
-from stages.train import curves
+from stages.train import curves, plots
 from stages.train.checkpoint import Progress, load_best
 from stages.train.loop import Trainer
 from stages.train.passes import Passes, Sample
@@ -98,7 +98,7 @@ def run(
     metrics = final_metrics(progress, passes, validator, unknown)
     artifact = work / "artifact"
     artifact.mkdir(exist_ok=True)
-    _write_outputs(artifact, config, best, vocab, weights, progress.curve, metrics)
+    _write_outputs(artifact, config, best, vocab, weights, progress, metrics)
     save_file(gate_samples(reader, splits[contracts.VALIDATION]), artifact / "gate.safetensors")
     contracts.write_manifest(
         artifact,
@@ -163,7 +163,7 @@ def final_metrics(
     held-out sample. unknown: out_of_vocabulary's result by split."""
     min_blocks = passes.params.validation_min_blocks
     replayed = replay(passes, validator.held_out, domains=validator.domains)
-    best = next(row for row in progress.curve if row["step"] == progress.best_step)
+    best = best_validation(progress)
     domains = curves.domain_metrics(replayed, domains=validator.domains)
     for name, entry in domains.items():
         for split, shares in unknown.items():
@@ -184,6 +184,10 @@ def final_metrics(
         "draft_vocab_coverage": 1 - unknown[contracts.VALIDATION]["all"],
         **{f"{split}_out_of_vocabulary": shares["all"] for split, shares in unknown.items()},
     }
+
+
+def best_validation(progress: Progress) -> curves.Row:
+    return next(row for row in progress.curve if row["step"] == progress.best_step)
 
 
 def frozen_tensors(
@@ -236,7 +240,7 @@ def _write_outputs(
     best: dict[str, Tensor],
     vocab: Tensor,
     weights: TargetWeights,
-    curve: list[curves.Row],
+    progress: Progress,
     metrics: dict[str, Any],
 ) -> None:
     tensors = dict(best)
@@ -247,7 +251,21 @@ def _write_outputs(
     save_file(tensors, folder / "model.safetensors")
     contracts.write_json(folder / "config.json", config.to_json())
     contracts.write_json(folder / "metrics.json", metrics)
-    with (folder / "curve.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(curve[0]))
+    _write_table(folder / "curve.csv", progress.curve)
+    best_row = best_validation(progress)
+    positions = curves.position_rows(best_row, num_slots=config.block_size)
+    _write_table(folder / "by_position.csv", positions)
+    (folder / "plots").mkdir(exist_ok=True)
+    plots.training_curves(
+        progress.curve,
+        domains=metrics["domains"],
+        num_slots=config.block_size,
+        path=folder / "plots" / "curves.png",
+    )
+
+
+def _write_table(path: Path, rows: Sequence[curves.Row]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
-        writer.writerows(curve)
+        writer.writerows(rows)

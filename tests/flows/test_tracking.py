@@ -33,7 +33,8 @@ def results(folder: Path, *, acceptance_length: float) -> Path:
     (folder / "package").mkdir()
     (folder / "package" / "config.json").write_text("{}")
     (folder / "curve.csv").write_text(
-        "step,train_loss,validation_acceptance_length\n10,2.5,\n20,2.0,1.25\n"
+        "step,train_loss,validation_acceptance_length,validation_acceptance_length/qa\n"
+        "10,2.5,,\n20,2.0,1.25,1.5\n"
     )
     domain = {"acceptance_length": acceptance_length, "prompts": 12, "drafts": 34}
     speeds = {"tokens_per_s_per_user": 30.0, "baseline_tokens_per_s_per_user": None}
@@ -44,6 +45,8 @@ def results(folder: Path, *, acceptance_length: float) -> Path:
         "lossless": {"checked": 9, "identical": 9},
     }
     (folder / "metrics.json").write_text(json.dumps(body))
+    trained = {"best_step": 20, "domains": {"qa": {"acceptance_length": 1.25}}, "nothing": None}
+    (folder / "drafter.json").write_text(json.dumps(trained))
     return folder
 
 
@@ -53,7 +56,7 @@ def log(store: tracking.Store, params: Params, folder: Path, *, lock: str) -> st
         run_id,
         lock_sha256=lock,
         curves={"train": folder / "curve.csv"},
-        metrics=folder / "metrics.json",
+        metrics={"": folder / "metrics.json", "drafter": folder / "drafter.json"},
         artifacts=[folder / "package", folder / "metrics.json"],
         provenance={"git_commit": "c0ffee"},
     )
@@ -83,6 +86,8 @@ def test_two_runs_compare(root: Path, client: MlflowClient, params: Params, tmp_
         for domain in DOMAINS:
             assert run.data.metrics[f"domains/{domain}/acceptance_length"] == length
         assert run.data.metrics["macro_acceptance_length"] == length
+        assert run.data.metrics["drafter/domains/qa/acceptance_length"] == 1.25
+        assert "drafter/nothing" not in run.data.metrics
         assert run.data.params["drafter.num_layers"] == str(params.drafter.num_layers)
         assert run.data.tags["mlflow.source.git.commit"] == "c0ffee"
 
@@ -96,6 +101,8 @@ def test_the_training_curve_keeps_its_steps(
     assert [(point.step, point.value) for point in history] == [(10, 2.5), (20, 2.0)]
     lengths = client.get_metric_history(run_id, "train/validation_acceptance_length")
     assert [(point.step, point.value) for point in lengths] == [(20, 1.25)]
+    of_domain = client.get_metric_history(run_id, "train/validation_acceptance_length/qa")
+    assert [(point.step, point.value) for point in of_domain] == [(20, 1.5)]
 
 
 def test_the_package_is_an_artifact(

@@ -124,6 +124,12 @@ def test_a_learnable_language_is_learnt_and_the_artifact_is_whole(project):
         rows = list(csv.DictReader(file))
     assert float(rows[-1]["validation_acceptance_length/qa"]) > 3
     assert rows[-1]["validation_acceptance_length/rag"] == ""
+    assert (project / "data/drafter/plots/curves.png").stat().st_size > 1000
+    plots = yaml.safe_load((ROOT / "dvc.yaml").read_text())["plots"]
+    of_files = [plot["y"] for entry in plots for plot in entry.values() if "step" in plot.values()]
+    assert of_files, "dvc.yaml plots the curve"
+    for columns in of_files:
+        assert set(columns["data/drafter/curve.csv"]) <= rows[0].keys()
     manifest = contracts.read_manifest(project / "data/drafter", "train")
     assert manifest.counts["train"] == 20
     assert manifest.counts["validation"] == 4
