@@ -30,6 +30,7 @@ from bench import peer
 from bench.problem import Problem, Shape, make_problem
 from stages.dspark.config import DrafterConfig
 from stages.dspark.model import Drafter
+from stages.dspark.rope import Rope
 from stages.dspark.step import LossWeights, forward_batch
 from stages.params import Params, load_params
 from stages.train.optimizer import Optimizer
@@ -46,7 +47,7 @@ OPTIMIZERS = ("muon", "adamw")  # the first is the default of both sides
 LOSS_TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-5}
 LEARNING_RATE = 1e-6  # weights hardly move; time does not depend on it
 SEED = 1
-SMOLLM2 = {
+SMOLLM2: dict[str, Any] = {
     "hidden_size": 576,
     "vocab_size": 49152,
     "num_layers": 2,
@@ -55,11 +56,15 @@ SMOLLM2 = {
     "head_dim": 64,
     "intermediate_size": 1536,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 100_000.0,
+    "rope": Rope(theta=100_000.0),
     "max_position_embeddings": 8192,
     "mask_token_id": 4,
     "layer_ids": (3, 9, 15, 21, 27),
+    "sliding_window": None,
+    "sliding_layers": (),
+    "markov_head": "vanilla",
     "markov_rank": 128,
+    "confidence_head": True,
     "confidence_head_with_markov": True,
     "target_architecture": "LlamaForCausalLM",
 }
@@ -109,7 +114,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def shape_config(shape: Shape, params: Params) -> DrafterConfig:
     return DrafterConfig(
-        **SMOLLM2,  # type: ignore[arg-type]
+        **SMOLLM2,
         draft_vocab_size=shape.draft_vocab_size,
         block_size=params.drafter.block_size,
     )
@@ -121,11 +126,8 @@ def initial_weights(config: DrafterConfig) -> Drafter:
     drafter.initialise(seed=SEED, target_norm=torch.ones(config.hidden_size))
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
-        for parameter in (
-            drafter.markov_head.markov_w2.weight,
-            drafter.confidence_head.proj.weight,
-        ):
-            parameter.normal_(0.0, 0.02, generator=generator)
+        for name in ("markov_head.markov_w2.weight", "confidence_head.proj.weight"):
+            drafter.get_parameter(name).normal_(0.0, 0.02, generator=generator)
     return drafter
 
 

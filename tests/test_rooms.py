@@ -96,10 +96,19 @@ def test_flows_import_the_shared_rooms_alone() -> None:
 def test_params_and_contracts_stay_light() -> None:
     assert packages(Path("stages/params.py")) <= {"yaml", "pydantic", "stages"}
     assert packages(Path("stages/contracts.py")) <= {"pyarrow", "stages"}
+    of_params = {n for n in imports(Path("stages/params.py")) if n.startswith("stages")}
+    allowed = re.compile(r"stages\.(section|sources|dspark\.served)\.")
+    assert all(allowed.match(name) for name in of_params), of_params
+    for name in ("section", "sources"):
+        assert packages(Path(f"stages/{name}.py")) <= {"pydantic", "stages"}
     assert {n for n in imports(Path("stages/contracts.py")) if n.startswith("stages")} <= {
         "stages.params.Section"
     }
-    assert not packages(Path("stages/dspark/config.py"))
+    described = {f"stages/dspark/{name}.py" for name in ("config", "rope", "served")}
+    for path in described:
+        assert packages(Path(path)) <= {"stages"}, path
+        own = {n for n in imports(Path(path)) if n.startswith("stages.")}
+        assert all("/".join(n.split(".")[:3]) + ".py" in described for n in own), path
 
 
 def test_the_drafter_imports_torch_and_its_own_files() -> None:

@@ -204,9 +204,7 @@ def disagreement(model: DSparkDraftModel, tensors: dict[str, Tensor], problem: P
             frozen.embedding[ids[anchors]].unsqueeze(0),
             frozen.embedding[problem.config.mask_token_id],
         )[0]
-        ours = ours @ frozen.head.T + drafter.markov_head.markov_w2(
-            drafter.markov_embedding(previous)
-        )
+        ours = ours @ frozen.head.T + drafter.markov_embedding(previous) @ drafter.markov_w2.T
         with _anchors_are(anchors):
             hidden, base, *_ = model._backbone_forward(
                 planes,

@@ -37,7 +37,7 @@ class Problem:
     def of(cls, data: Data, params: Params) -> Problem:
         config = DrafterConfig.for_target(
             json.loads((data.target / "config.json").read_text()),
-            **params.drafter.model_dump(),
+            **params.drafter.shape(),
             layer_ids=data.layer_ids,
             mask_token_id=data.target_manifest.info["mask_token_id"],
         )

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from bench.quality.settings import SplitSettings
 from stages import contracts
-from stages.params import FileSource
 from stages.prepare import files
 from stages.prepare.prompt import Prompt
+from stages.sources import FileSource
 
 Refusal = str | None  # why the target cannot take a prompt
 

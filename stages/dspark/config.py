@@ -1,15 +1,18 @@
 """The drafter's shape: the model's constructor argument and the body of the packaged config.json.
 
-Standard library alone, so that params and serving can read it without torch. The JSON form is the
-speculators format that vLLM loads; every field that vLLM or speculators would otherwise guess
-(sample_from_anchor above all) is written.
+Standard library alone (with rope.py and served.py), so that serving can read it without torch. The
+JSON form is the speculators format that vLLM loads; every field that vLLM or speculators would
+otherwise guess (sample_from_anchor above all) is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from stages.dspark.rope import Rope
+from stages.dspark.served import check_heads
 
 ARCHITECTURE = "DSparkDraftModel"
 FORMAT_VERSION = "0.9.0"  # of the speculators format
@@ -21,6 +24,8 @@ class DrafterConfig:
 
     hidden_size and vocab_size are the target's: its embedding is shared. layer_ids are the target's
     captured planes (transformers' hidden_states[k]), which fc maps to one context state.
+    markov_head is vanilla, gated, rnn or none (heads.py). A block sees the sliding_window context
+    tokens before its anchor in sliding_layers (indices of the drafter's layers), all in the others.
     """
 
     hidden_size: int
@@ -32,23 +37,45 @@ class DrafterConfig:
     head_dim: int
     intermediate_size: int
     rms_norm_eps: float
-    rope_theta: float
+    rope: Rope
     max_position_embeddings: int
     block_size: int
     mask_token_id: int
     layer_ids: tuple[int, ...]
+    sliding_window: int | None
+    sliding_layers: tuple[int, ...]
+    markov_head: str
     markov_rank: int
+    confidence_head: bool
     confidence_head_with_markov: bool
     target_architecture: str
 
     def __post_init__(self) -> None:
+        check_heads(
+            markov_head=self.markov_head,
+            markov_rank=self.markov_rank,
+            confidence_head=self.confidence_head,
+            confidence_head_with_markov=self.confidence_head_with_markov,
+        )
+        if (self.sliding_window is None) != (not self.sliding_layers) or not set(
+            self.sliding_layers
+        ) <= set(range(self.num_layers)):
+            raise ValueError(
+                "drafter.sliding_layers must be layers of the drafter, "
+                f"0..{self.num_layers - 1}, with drafter.sliding_window set, or empty with null; "
+                f"found {list(self.sliding_layers)} with window {self.sliding_window}"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"drafter.num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"drafter.num_key_value_heads={self.num_key_value_heads}"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"drafter.head_dim must be even (rope), found {self.head_dim}")
+        rotary_dim = self.rope.rotary_dim(self.head_dim)
+        if rotary_dim % 2 or not rotary_dim:
+            raise ValueError(
+                f"the rotated part of a head must be even and not empty, found {rotary_dim} of "
+                f"drafter.head_dim={self.head_dim}"
+            )
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"drafter.draft_vocab_size must be in 1..{self.vocab_size} (the target's "
@@ -72,21 +99,18 @@ class DrafterConfig:
         head_dim: int | None,
         intermediate_size: int | None,
         draft_vocab_size: int | None,
+        sliding_window: int | None,
+        sliding_layers: Sequence[int],
+        markov_head: str,
         markov_rank: int,
+        confidence_head: bool,
         confidence_head_with_markov: bool,
         layer_ids: tuple[int, ...],
         mask_token_id: int,
     ) -> DrafterConfig:
         """Resolves the drafter section of params.yaml (null: as the target) against the target's
-        config.json. Raises ValueError for a shape that does not fit or a rope that is not plain.
+        config.json. Raises ValueError for a shape that does not fit or a rope that is not known.
         """
-        rope = target.get("rope_parameters") or target.get("rope_scaling") or {}
-        if (rope.get("rope_type") or rope.get("type") or "default") != "default":
-            raise ValueError(
-                f"the target's rope is {rope}; the drafter supports plain rope (rope_type default)"
-            )
-        if float(rope.get("partial_rotary_factor", target.get("partial_rotary_factor", 1.0))) != 1:
-            raise ValueError("the target's rope is partial; the drafter supports plain rope")
         heads = num_attention_heads or target["num_attention_heads"]
         return cls(
             hidden_size=target["hidden_size"],
@@ -100,12 +124,16 @@ class DrafterConfig:
             or target["hidden_size"] // target["num_attention_heads"],
             intermediate_size=intermediate_size or target["intermediate_size"],
             rms_norm_eps=target["rms_norm_eps"],
-            rope_theta=float(rope.get("rope_theta") or target.get("rope_theta") or 10_000.0),
+            rope=Rope.of(target),
             max_position_embeddings=target["max_position_embeddings"],
             block_size=block_size,
             mask_token_id=mask_token_id,
             layer_ids=layer_ids,
+            sliding_window=sliding_window,
+            sliding_layers=tuple(sliding_layers),
+            markov_head=markov_head,
             markov_rank=markov_rank,
+            confidence_head=confidence_head,
             confidence_head_with_markov=confidence_head_with_markov,
             target_architecture=target["architectures"][0],
         )
@@ -131,26 +159,30 @@ class DrafterConfig:
                 "hidden_size": self.hidden_size,
                 "initializer_range": 0.02,
                 "intermediate_size": self.intermediate_size,
-                "layer_types": ["full_attention"] * self.num_layers,
+                "layer_types": [
+                    "sliding_attention" if i in self.sliding_layers else "full_attention"
+                    for i in range(self.num_layers)
+                ],
                 "max_position_embeddings": self.max_position_embeddings,
                 "num_attention_heads": self.num_attention_heads,
                 "num_hidden_layers": self.num_layers,
                 "num_key_value_heads": self.num_key_value_heads,
                 "rms_norm_eps": self.rms_norm_eps,
-                "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-                "rope_theta": self.rope_theta,
+                "rope_parameters": self.rope.to_json(),
+                "rope_theta": self.rope.theta,
                 "tie_word_embeddings": False,
                 "use_cache": True,
-                "use_sliding_window": False,
-                "sliding_window": None,
+                "use_sliding_window": bool(self.sliding_layers),
+                "sliding_window": self.sliding_window,
                 "vocab_size": self.vocab_size,
             },
             "aux_hidden_state_layer_ids": list(self.layer_ids),
             "block_size": self.block_size,
             "confidence_head_with_markov": self.confidence_head_with_markov,
             "draft_vocab_size": self.draft_vocab_size,
-            "enable_confidence_head": True,
-            "markov_head_type": "vanilla",
+            "enable_confidence_head": self.confidence_head,
+            # speculators has no type for none: its rank is zero
+            "markov_head_type": "vanilla" if self.markov_head == "none" else self.markov_head,
             "markov_rank": self.markov_rank,
             "mask_token_id": self.mask_token_id,
             "sample_from_anchor": True,
@@ -168,17 +200,18 @@ class DrafterConfig:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> DrafterConfig:
-        """The inverse of to_json. Raises ValueError for another kind of speculator or layout."""
-        expected = {
-            "speculators_model_type": "dspark",
-            "markov_head_type": "vanilla",
-            "sample_from_anchor": True,
-            "enable_confidence_head": True,
-        }
+        """The inverse of to_json; reads what speculators saves too. Raises ValueError for another
+        kind of speculator or layout."""
+        layer = body["transformer_layer_config"]
+        types = layer.get("layer_types") or ["full_attention"] * layer["num_hidden_layers"]
+        sliding = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+        expected = {"speculators_model_type": "dspark", "sample_from_anchor": True}
+        if sliding:
+            expected["sliding_window_non_causal"] = True
         wrong = {key: body.get(key) for key, value in expected.items() if body.get(key) != value}
         if wrong:
             raise ValueError(f"not a drafter of this pipeline: expected {expected}, found {wrong}")
-        layer = body["transformer_layer_config"]
+        confidence_head = body["enable_confidence_head"]
         return cls(
             hidden_size=layer["hidden_size"],
             vocab_size=layer["vocab_size"],
@@ -189,12 +222,16 @@ class DrafterConfig:
             head_dim=layer["head_dim"],
             intermediate_size=layer["intermediate_size"],
             rms_norm_eps=layer["rms_norm_eps"],
-            rope_theta=layer["rope_parameters"]["rope_theta"],
+            rope=Rope.of(layer),
             max_position_embeddings=layer["max_position_embeddings"],
             block_size=body["block_size"],
             mask_token_id=body["mask_token_id"],
             layer_ids=tuple(body["aux_hidden_state_layer_ids"]),
+            sliding_window=layer["sliding_window"] if sliding else None,
+            sliding_layers=sliding,
+            markov_head=body["markov_head_type"] if body["markov_rank"] else "none",
             markov_rank=body["markov_rank"],
-            confidence_head_with_markov=body["confidence_head_with_markov"],
+            confidence_head=confidence_head,
+            confidence_head_with_markov=confidence_head and body["confidence_head_with_markov"],
             target_architecture=body["speculators_config"]["verifier"]["architectures"][0],
         )

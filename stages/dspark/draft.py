@@ -16,7 +16,7 @@ class Draft(NamedTuple):
 
     tokens: Tensor  # int64 [N], ids of the target's vocabulary
     logits: Tensor  # float32 [N, Vd], Markov bias included
-    confidences: Tensor  # float32 [N], probabilities
+    confidences: Tensor  # float32 [N], probabilities; ones without a confidence head
 
 
 @torch.inference_mode()
@@ -42,13 +42,20 @@ def draft_greedy(
         embedding[drafter.config.mask_token_id].to(dtype),
     )[0, 0]
     base = F.linear(states, lm_head.to(dtype)).float()
-    previous = torch.tensor(anchor)
+    markov_head, confidence_head = drafter.markov_head, drafter.confidence_head
+    previous, memory = torch.tensor(anchor), None
     tokens, logits, confidences = [], [], []
     for slot, state in enumerate(states):
-        markov = drafter.markov_embedding(previous)
-        biased = base[slot] + drafter.markov_head.markov_w2(markov).float()
+        embedding = drafter.markov_embedding(previous)
+        biased = base[slot]
+        if markov_head is not None:
+            latent, memory = markov_head.step(embedding, state, memory)
+            biased = biased + markov_head.markov_w2(latent).float()
+        confidence = torch.ones(())
+        if confidence_head is not None:
+            confidence = confidence_head(state, embedding).sigmoid()
         previous = draft_vocab[biased.argmax()]
         tokens.append(previous)
         logits.append(biased)
-        confidences.append(drafter.confidence_logits(state, markov).sigmoid())
+        confidences.append(confidence)
     return Draft(torch.stack(tokens), torch.stack(logits), torch.stack(confidences))

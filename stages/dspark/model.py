@@ -1,13 +1,14 @@
-"""The DSpark drafter: a non-causal block backbone over the target's context, and two heads.
+"""The DSpark drafter: a non-causal block backbone over the target's context, with its heads.
 
 Shapes: B documents, T context tokens, A captured planes, H hidden size, M blocks a document,
 N slots a block, K key-value heads, G query heads a key-value head, D head size, R Markov rank,
 V vocabulary, Vd draft vocabulary.
 
-Every block attends to the context before its anchor and, in both directions, to itself. The context
-is fc of the captured planes, normed; its keys and values bypass the layer's input norm (DFlash).
-The attention builds no mask over a packed row: scores against the context are [B, K, G*M*N, T],
-inside the blocks [B, K, G, M, N, N]: the cost grows with the documents, not their square.
+Every block attends to the context before its anchor (a sliding layer: to its last sliding_window
+tokens) and, in both directions, to itself. The context is fc of the captured planes, normed; its
+keys and values bypass the layer's input norm (DFlash). The attention builds no mask over a packed
+row: scores against the context are [B, K, G*M*N, T], inside the blocks [B, K, G, M, N, N]: the cost
+grows with the documents, not their square.
 Parameters carry the names of the packaged checkpoint (vLLM's Qwen3DSparkForCausalLM).
 """
 
@@ -23,9 +24,12 @@ from torch.autograd.function import once_differentiable
 
 from stages.dspark.attention import block_attention
 from stages.dspark.config import DrafterConfig
+from stages.dspark.heads import ConfidenceHead, MarkovHead
+from stages.dspark.rope import Rope
 
-VOCAB_TENSORS = ("lm_head.weight", "d2t", "t2d")
-"""What a packaged checkpoint with a reduced vocabulary holds besides the parameters."""
+TARGET_TENSORS = ("lm_head.weight", "d2t", "t2d", "embed_tokens.weight")
+"""What a checkpoint may hold besides the parameters: the head's rows and the maps of a reduced
+vocabulary (ours), the target's embedding (speculators')."""
 
 
 class RMSNorm(nn.Module):
@@ -40,19 +44,33 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
-def rope_table(positions: Tensor, *, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotary embedding, float32 [..., 1, D/2] for integer positions [...];
-    the axis of size one is for heads."""
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions[..., None, None].float() * theta ** (-exponents / head_dim)
-    return angles.cos(), angles.sin()
+def rope_table(positions: Tensor, *, head_dim: int, rope: Rope) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary embedding, float32 [..., 1, rotary_dim/2] for integer positions
+    [...]; the axis of size one is for heads."""
+    rotary_dim = rope.rotary_dim(head_dim)
+    exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=torch.float32)
+    frequencies = rope.theta ** (-exponents / rotary_dim)
+    if scales := rope.frequency_scales(head_dim):
+        frequencies = frequencies * torch.tensor(scales, device=positions.device)
+    angles = positions[..., None, None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    if rope.attention_factor != 1.0:
+        cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
+    return cos, sin
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Applies rope (halves layout, as Llama and Qwen) to x [..., D]; the tables are [..., D/2]."""
+    """Applies rope (halves layout, as Llama and Qwen) to the first channels of x [..., D], twice as
+    many as the tables [..., rotary_dim/2] have; the others pass."""
     cos, sin = rope
-    first, second = x.float().chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    turned, rest = x.float(), []
+    if 2 * cos.shape[-1] < x.shape[-1]:
+        turned, passed = turned.tensor_split([2 * cos.shape[-1]], -1)
+        rest = [passed]
+    first, second = turned.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, *rest], -1).to(
+        x.dtype
+    )
 
 
 class Attention(nn.Module):
@@ -138,24 +156,6 @@ class Layer(nn.Module):
         self.mlp = Mlp(config)
 
 
-class MarkovHead(nn.Module):
-    """Low-rank bias of a slot's logits by the token before it: markov_w2 @ markov_w1[previous]."""
-
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
-
-
-class ConfidenceHead(nn.Module):
-    """Logit of the probability that a slot's draft is accepted, given that those before it are."""
-
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        size = config.hidden_size + config.markov_rank * config.confidence_head_with_markov
-        self.proj = nn.Linear(size, 1)
-
-
 class Drafter(nn.Module):
     """The trained part of a DSpark drafter; embedding and logit head stay the target's, frozen."""
 
@@ -168,8 +168,8 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.markov_head = MarkovHead(config)
-        self.confidence_head = ConfidenceHead(config)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
         # Folded into fc.weight in the package, see condition().
         self.register_buffer("plane_scale", torch.ones(self.fc.in_features), persistent=False)
 
@@ -181,9 +181,10 @@ class Drafter(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02, generator=generator)
-        self.markov_head.markov_w2.weight.zero_()
-        self.confidence_head.proj.weight.zero_()
-        self.confidence_head.proj.bias.zero_()
+        for name, parameter in self.named_parameters():
+            zero = name == "markov_head.markov_w2.weight" or name.startswith("confidence_head.")
+            if zero or name.endswith(".bias"):
+                parameter.zero_()
         self.norm.weight.copy_(target_norm)
 
     def condition(self, plane_rms: Tensor) -> None:
@@ -214,14 +215,16 @@ class Drafter(nn.Module):
         ).to(context.dtype)
         tokens = torch.arange(planes.shape[1], device=planes.device)
         positions = anchors.clamp(min=0).unsqueeze(-1) + torch.arange(N, device=planes.device)
-        block_rope = rope_table(positions, head_dim=config.head_dim, theta=config.rope_theta)
-        context_rope = rope_table(tokens, head_dim=config.head_dim, theta=config.rope_theta)
-        outside = tokens >= anchors.unsqueeze(-1)
-        for layer in self.layers:
+        block_rope = rope_table(positions, head_dim=config.head_dim, rope=config.rope)
+        context_rope = rope_table(tokens, head_dim=config.head_dim, rope=config.rope)
+        outside = far = tokens >= anchors.unsqueeze(-1)
+        if config.sliding_window is not None:
+            far = outside | (tokens < anchors.unsqueeze(-1) - config.sliding_window)
+        for i, layer in enumerate(self.layers):
             x = x + layer.self_attn(
                 layer.input_layernorm(x),
                 context,
-                outside=outside,
+                outside=far if i in config.sliding_layers else outside,
                 block_rope=block_rope,
                 context_rope=context_rope,
             )
@@ -229,18 +232,32 @@ class Drafter(nn.Module):
         return self.norm(x)
 
     def markov_embedding(self, previous: Tensor) -> Tensor:
-        """[..., R] for previous token ids [...] of the target's vocabulary."""
+        """[..., R] for previous token ids [...] of the target's vocabulary; R = 0 without head."""
+        if self.markov_head is None:
+            return self.fc.weight.new_zeros(*previous.shape, 0)
         return self.markov_head.markov_w1(previous)
 
-    def confidence_logits(self, states: Tensor, markov: Tensor) -> Tensor:
-        """float32 [...] from slot states [..., H] and Markov embeddings [..., R]."""
-        features = (
-            torch.cat([states.float(), markov.float()], -1)
-            if self.config.confidence_head_with_markov
-            else states.float()
-        )
-        proj = self.confidence_head.proj
-        return F.linear(features, proj.weight.float(), proj.bias.float()).squeeze(-1)
+    def markov(self, previous: Tensor, states: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings of the previous tokens and the latents that markov_w2 maps to biases, [P, R]
+        each, of the P valid slots.
+
+        previous: int64 [B, M, N] token ids; states: [B, M, N, H]; valid: bool [B, M, N].
+        """
+        head = self.markov_head
+        if head is not None and head.kind == "rnn":  # runs through whole blocks
+            embeddings = self.markov_embedding(previous)
+            return embeddings[valid], head.block(embeddings, states)[valid]
+        embeddings = self.markov_embedding(previous[valid])
+        if head is None or head.kind == "vanilla":
+            return embeddings, embeddings
+        return embeddings, head.block(embeddings, states[valid])
+
+    @property
+    def markov_w2(self) -> Tensor:
+        """[Vd, R]."""
+        if self.markov_head is None:
+            return self.fc.weight.new_zeros(self.config.draft_vocab_size, 0)
+        return self.markov_head.markov_w2.weight
 
     def packaged(self) -> dict[str, Tensor]:
         """The parameters under their packaged names, plane_scale folded into fc.weight."""
@@ -250,8 +267,8 @@ class Drafter(nn.Module):
 
     def load_packaged(self, tensors: Mapping[str, Tensor]) -> None:
         """Loads parameters from a checkpoint (any dtype). Raises ValueError on missing, unknown or
-        misshapen tensors; those of the draft vocabulary (VOCAB_TENSORS) are not parameters."""
-        given = {name: value for name, value in tensors.items() if name not in VOCAB_TENSORS}
+        misshapen tensors; the target's own (TARGET_TENSORS) are not parameters."""
+        given = {name: value for name, value in tensors.items() if name not in TARGET_TENSORS}
         own = dict(self.named_parameters())
         wrong = sorted(
             f"{name}: expected {tuple(own[name].shape) if name in own else 'nothing'}, found "

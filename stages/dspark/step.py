@@ -82,7 +82,7 @@ def forward_batch(
     )
     valid = table.valid
     document = torch.arange(len(valid), device=valid.device).view(-1, 1, 1).expand_as(valid)
-    previous = batch.input_ids[document[valid], table.position[valid]]
+    previous = batch.input_ids[document, table.position]
     following = batch.input_ids[document[valid], table.target[valid]]
     judged = document[valid] * num_tokens + table.position[valid]
     used, index = judged.unique(return_inverse=True)
@@ -98,11 +98,12 @@ def forward_batch(
         draft_id=draft_id,
         label=draft_id if weights.ce_label == "next_token" else target_logits.argmax(-1)[index],
     )
-    markov, markov_w2 = drafter.markov_embedding(previous), drafter.markov_head.markov_w2.weight
+    embeddings, latents = drafter.markov(previous, states, valid)
+    supervised, markov_w2 = states[valid], drafter.markov_w2
     slot_weight, denominator = position_weights(valid, decay=weights.position_decay), None
     if weights.position_weighting == "dpace":
         probability = label_probability(
-            states[valid], markov, head=frozen.head, markov_w2=markov_w2, label=targets.label
+            supervised, latents, head=frozen.head, markov_w2=markov_w2, label=targets.label
         )
         slot_weight = dpace_weights(
             probability.new_zeros(valid.shape).masked_scatter(valid, probability),
@@ -112,18 +113,18 @@ def forward_batch(
         denominator = valid.sum()
     weight = slot_weight[valid]
     slots = slot_loss(
-        states[valid],
-        markov,
+        supervised,
+        latents,
         head=frozen.head,
         markov_w2=markov_w2,
         targets=targets,
         weight=weight,
         terms=TermWeights(ce=weights.ce, tv=weights.tv, kl=weights.kl),
     )
-    confidence = drafter.confidence_logits(states[valid], markov)
-    loss = slots.loss + weights.confidence * confidence_loss(
-        confidence, slots.accept, weight=weight
-    )
+    loss = slots.loss
+    if drafter.confidence_head is not None:
+        confidence = drafter.confidence_head(supervised, embeddings)
+        loss = loss + weights.confidence * confidence_loss(confidence, slots.accept, weight=weight)
     return StepResult(
         loss,
         weight.sum() if denominator is None else denominator,

@@ -32,7 +32,7 @@ A DSpark drafter for **{target}**, in the speculators format that vLLM loads. It
 | block | {block_size} slots, bidirectional; slot 0 holds the anchor (`sample_from_anchor`), the \
 others mask token {mask_token_id} |
 | draft vocabulary | {draft_vocab_size} of the target's {vocab_size} tokens |
-| Markov head | vanilla, rank {markov_rank} |
+| Markov head | {markov} |
 | confidence head | {confidence} |
 | weights | bfloat16; the embedding is the target's |
 
@@ -75,6 +75,12 @@ trained drafter's in float32.
 """
 
 
+def _confidence(config: DrafterConfig) -> str:
+    if not config.confidence_head:
+        return "none"
+    return "yes, with the Markov embedding" if config.confidence_head_with_markov else "yes"
+
+
 def model_card(
     config: DrafterConfig,
     *,
@@ -111,10 +117,8 @@ def model_card(
         mask_token_id=config.mask_token_id,
         draft_vocab_size=config.draft_vocab_size,
         vocab_size=config.vocab_size,
-        markov_rank=config.markov_rank,
-        confidence="yes, with the Markov embedding"
-        if config.confidence_head_with_markov
-        else "yes",
+        markov=f"{config.markov_head}, rank {config.markov_rank}" if config.markov_rank else "none",
+        confidence=_confidence(config),
         metrics=_metrics_table(metrics),
         gpu=speculative("dspark"),
         cpu=speculative("dflash"),

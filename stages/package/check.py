@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stages.dspark.config import DrafterConfig
 from stages.dspark.model import Drafter
+from stages.dspark.served import unserved
 from stages.dspark.vocab import check_d2t, membership
 from stages.weights import TargetWeights
 
@@ -86,9 +87,20 @@ def _config(body: dict[str, Any]) -> DrafterConfig:
             "format by its absence"
         )
     try:
-        return DrafterConfig.from_json(body)
+        config = DrafterConfig.from_json(body)
     except (KeyError, TypeError, ValueError) as error:
         raise PackageError(f"config.json: {error!r}") from None
+    reasons = unserved(
+        markov_head=config.markov_head,
+        sliding_layers=config.sliding_layers,
+        head_dim=config.head_dim,
+    )
+    if reasons:
+        raise PackageError(
+            f"an experiment, which vLLM would not serve: {'; '.join(reasons)}; it stays in the "
+            "drafter folder, unpackaged"
+        )
+    return config
 
 
 def _check_target(

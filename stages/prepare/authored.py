@@ -26,9 +26,9 @@ from typing import Any
 
 import yaml
 
-from stages.params import AuthoredSource
 from stages.prepare.overlap import near_duplicate_key
 from stages.prepare.prompt import Candidates, Prompt, hash_order, user_prompt
+from stages.sources import AuthoredSource
 
 PLACEHOLDER = re.compile(
     r"\{(?P<name>[a-z_]+)(?:\.(?P<other>\d+))?(?::(?P<field>[a-z_]+)(?:\*(?P<take>\d+))?)?"

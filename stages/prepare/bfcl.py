@@ -12,9 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stages.params import BfclSource
 from stages.prepare.overlap import ngrams, words
 from stages.prepare.prompt import Candidates, Prompt, below, hash_order
+from stages.sources import BfclSource
 
 FILES = ("simple_python", "multiple", "parallel", "parallel_multiple", "live_simple")
 TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": None}

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.params import DatasetSource
 from stages.prepare import conversations
 from stages.prepare.prompt import Candidates
+from stages.sources import DatasetSource
 
 SHAPES = ("messages", "conversations", "prompt")
 

@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.params import FileSource
 from stages.prepare import conversations
 from stages.prepare.conversations import RejectedRow
 from stages.prepare.prompt import Candidates
+from stages.sources import FileSource
 
 
 def load(source: FileSource, *, seed: int, role_map: Mapping[str, str]) -> Candidates:

@@ -7,7 +7,6 @@ import importlib.util
 import json
 from pathlib import Path
 
-from stages.params import HumanEvalSource
 from stages.prepare.prompt import (
     EVALUATION_SHARE,
     Candidates,
@@ -17,6 +16,7 @@ from stages.prepare.prompt import (
     unit_hash,
     user_prompt,
 )
+from stages.sources import HumanEvalSource
 
 EVALUATION_INSTRUCTION = (
     "Write a solution to the following problem and make sure that it passes the tests:"

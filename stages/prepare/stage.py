@@ -13,22 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from stages import contracts
-from stages.params import (
-    DOMAINS,
-    AuthoredSource,
-    BfclSource,
-    DatasetSource,
-    FileSource,
-    HumanEvalSource,
-    PrepareParams,
-    Source,
-)
+from stages.params import DOMAINS, PrepareParams
 from stages.prepare import authored as authored_source
 from stages.prepare import bfcl, datasets_source, files, human_eval
 from stages.prepare.overlap import OverlapIndex
 from stages.prepare.prompt import Candidates, Prompt, Reject
 from stages.prepare.selection import Fault, Selection, choose_evaluation, choose_train
 from stages.serving.chat import Renderer, RenderError
+from stages.sources import (
+    AuthoredSource,
+    BfclSource,
+    DatasetSource,
+    FileSource,
+    HumanEvalSource,
+    Source,
+)
 
 
 def run(*, prepare: PrepareParams, target: Path, authored: Path, out: Path) -> None:

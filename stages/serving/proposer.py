@@ -23,13 +23,15 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
+from stages.dspark.served import unserved
+
 
 class Block(NamedTuple):
     """What one pass drafts; ids are the target's."""
 
     tokens: torch.Tensor  # int64 [B, N]
     logits: torch.Tensor  # float32 [B, N, Vd], Markov bias included
-    confidences: torch.Tensor  # float32 [B, N], probability that the token is accepted
+    confidences: torch.Tensor  # float32 [B, N], probability that the token is accepted; else ones
 
 
 class PackageMismatch(ValueError):
@@ -42,11 +44,7 @@ def check_drafter_config(config: Any, *, num_speculative_tokens: int) -> None:
     `config` is vLLM's parsed draft config. Raises PackageMismatch.
     """
     architectures = list(getattr(config, "architectures", None) or [])
-    expected: dict[str, Any] = {
-        "sample_from_anchor": True,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-    }
+    expected: dict[str, Any] = {"sample_from_anchor": True}
     found = {key: getattr(config, key, None) for key in expected}
     if architectures != ["Qwen3DSparkModel"] or found != expected:
         raise PackageMismatch(
@@ -54,6 +52,14 @@ def check_drafter_config(config: Any, *, num_speculative_tokens: int) -> None:
             f"Qwen3DSparkModel with {expected}, found {architectures} with {found}; "
             "give --speculative-config the folder that the package stage wrote"
         )
+    layer_types = getattr(config, "layer_types", None) or []
+    reasons = unserved(
+        markov_head=config.markov_head_type if config.markov_rank else "none",
+        sliding_layers=[i for i, kind in enumerate(layer_types) if kind == "sliding_attention"],
+        head_dim=getattr(config, "head_dim", None),
+    )
+    if reasons:
+        raise PackageMismatch("; ".join(reasons))
     block_size = config.block_size
     if not 1 <= num_speculative_tokens <= block_size:
         raise PackageMismatch(
@@ -83,6 +89,8 @@ def draft_block(
         drafted = logits[:, slot].add_(model.markov_bias(embedding)).argmax(dim=-1)
         previous = model.map_draft_to_target(drafted)
         tokens[:, slot] = previous
+    if model.model.confidence_head is None:
+        return Block(tokens, logits, torch.ones(tokens.shape, device=hidden.device))
     confidences = model.compute_confidence(flat, torch.stack(embeddings, dim=1).flatten(0, 1))
     return Block(tokens, logits, confidences.view(num_requests, num_slots))
 
@@ -137,7 +145,8 @@ class DSparkProposer(DFlashProposer):
             raise PackageMismatch(
                 f"vLLM loaded {type(self.model).__name__}, expected Qwen3DSparkForCausalLM"
             )
-        if self.model.model.confidence_head is None:
+        wanted = getattr(self.draft_model_config.hf_config, "enable_confidence_head", False)
+        if wanted and self.model.model.confidence_head is None:
             raise PackageMismatch(
                 f"{self.draft_model_config.model} has no confidence_head weights; make the package "
                 "again"

@@ -16,6 +16,7 @@ from torch import Tensor
 from stages import contracts
 from stages.dspark.config import DrafterConfig
 from stages.dspark.model import Drafter
+from stages.dspark.served import check_served
 from stages.dspark.slots import anchor_candidates
 from stages.dspark.step import Frozen
 from stages.dspark.vocab import choose_vocab, draft_ids, membership, offsets
@@ -48,6 +49,18 @@ def run(
     torch.set_num_threads(services.train.num_threads)
     target_manifest = contracts.read_manifest(target, "target")
     states_manifest = contracts.read_manifest(hidden_states, "extract")
+    config = DrafterConfig.for_target(
+        json.loads((target / "config.json").read_text()),
+        **drafter.shape(),
+        layer_ids=tuple(states_manifest.info["layer_ids"]),
+        mask_token_id=target_manifest.info["mask_token_id"],
+    )
+    check_served(
+        markov_head=config.markov_head,
+        sliding_layers=config.sliding_layers,
+        head_dim=config.head_dim,
+        experiment=drafter.experiment,
+    )
     recipe = contracts.recipe(
         {"drafter": drafter, "train": train},
         {"target": target_manifest, "hidden_states": states_manifest},
@@ -62,12 +75,6 @@ def run(
     for split, rows in splits.items():
         if not rows:
             raise ValueError(f"train: {hidden_states} has no {split} sample with two loss tokens")
-    config = DrafterConfig.for_target(
-        json.loads((target / "config.json").read_text()),
-        **drafter.model_dump(),
-        layer_ids=tuple(states_manifest.info["layer_ids"]),
-        mask_token_id=target_manifest.info["mask_token_id"],
-    )
     weights = load_target_weights(target)
     vocab = draft_vocabulary(
         splits[contracts.TRAIN], config, always=target_manifest.info["eos_token_ids"]

@@ -1,7 +1,9 @@
 """The drafter equals a slow reference that runs one block at a time with an explicit mask."""
 
 import itertools
+import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from stages.dspark.acceptance import acceptance_length, expected_acceptance, lea
 from stages.dspark.config import DrafterConfig
 from stages.dspark.draft import draft_greedy
 from stages.dspark.model import Drafter
+from stages.dspark.rope import Rope
 from stages.dspark.slots import anchor_candidates, sample_anchors, slot_table
 from stages.dspark.vocab import check_d2t, choose_vocab, draft_ids, membership, offsets
 
@@ -25,12 +28,16 @@ CONFIG = DrafterConfig(
     head_dim=8,
     intermediate_size=48,
     rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
+    rope=Rope(theta=10_000.0),
     max_position_embeddings=128,
     block_size=4,
     mask_token_id=3,
     layer_ids=(1, 2),
+    sliding_window=None,
+    sliding_layers=(),
+    markov_head="vanilla",
     markov_rank=6,
+    confidence_head=True,
     confidence_head_with_markov=True,
     target_architecture="LlamaForCausalLM",
 )
@@ -51,35 +58,38 @@ def _norm(x, weight, eps=1e-5):
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def _rope(x, positions):
-    """x: [tokens, heads, D], rotated pair by pair with complex numbers."""
-    half = x.shape[-1] // 2
+def _rope(x, positions, share):
+    """x: [tokens, heads, D]; a share of the channels turns pair by pair as complex numbers."""
+    half = int(x.shape[-1] * share) // 2
     frequency = 10_000.0 ** (-torch.arange(half).double() / half)
     angle = positions.double()[:, None, None] * frequency
-    turned = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.polar(
+    turned = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double()) * torch.polar(
         torch.ones_like(angle), angle
     )
-    return torch.cat([turned.real, turned.imag], -1).float()
+    return torch.cat([turned.real, turned.imag, x[..., 2 * half :].double()], -1).float()
 
 
 def _reference_block(drafter, planes, anchor, embedding, token):
     """One block: attention over an explicit list of keys, head by head."""
-    weights = dict(drafter.named_parameters())
-    N, D = CONFIG.block_size, CONFIG.head_dim
-    context = _norm(planes[:anchor] @ weights["fc.weight"].T, weights["hidden_norm.weight"])
-    x = torch.stack([embedding[token], *[embedding[CONFIG.mask_token_id]] * (N - 1)])
+    weights, config = dict(drafter.named_parameters()), drafter.config
+    N, D, share = config.block_size, config.head_dim, config.rope.partial_rotary_factor
+    whole_context = _norm(planes[:anchor] @ weights["fc.weight"].T, weights["hidden_norm.weight"])
+    x = torch.stack([embedding[token], *[embedding[config.mask_token_id]] * (N - 1)])
     block_positions = torch.arange(anchor, anchor + N)
-    for i in range(CONFIG.num_layers):
+    for i in range(config.num_layers):
+        first = max(anchor - config.sliding_window, 0) if i in config.sliding_layers else 0
+        context = whole_context[first:]
         w = {k.split(".", 2)[2]: v for k, v in weights.items() if k.startswith(f"layers.{i}.")}
         normed = _norm(x, w["input_layernorm.weight"])
         keys_from = torch.cat([context, normed])
-        positions = torch.cat([torch.arange(anchor), block_positions])
+        positions = torch.cat([torch.arange(first, anchor), block_positions])
         q = _rope(
             _norm(
                 (normed @ w["self_attn.q_proj.weight"].T).view(N, -1, D),
                 w["self_attn.q_norm.weight"],
             ),
             block_positions,
+            share,
         )
         k = _rope(
             _norm(
@@ -87,11 +97,12 @@ def _reference_block(drafter, planes, anchor, embedding, token):
                 w["self_attn.k_norm.weight"],
             ),
             positions,
+            share,
         )
         v = (keys_from @ w["self_attn.v_proj.weight"].T).view(len(keys_from), -1, D)
         heads = []
-        for head in range(CONFIG.num_attention_heads):
-            kv = head // (CONFIG.num_attention_heads // CONFIG.num_key_value_heads)
+        for head in range(config.num_attention_heads):
+            kv = head // (config.num_attention_heads // config.num_key_value_heads)
             scores = q[:, head] @ k[:, kv].T / math.sqrt(D)
             heads.append(scores.softmax(-1) @ v[:, kv])
         x = x + torch.cat(heads, -1) @ w["self_attn.o_proj.weight"].T
@@ -105,9 +116,17 @@ def _reference_block(drafter, planes, anchor, embedding, token):
     return _norm(x, weights["norm.weight"])
 
 
+SHAPES = {
+    "default": {},
+    "a window": {"sliding_window": 3, "sliding_layers": (1,)},
+    "partial rope": {"rope": Rope(theta=10_000.0, partial_rotary_factor=0.5)},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
-def test_every_block_equals_the_reference_whatever_shares_its_batch():
-    drafter = _drafter()
+def test_every_block_equals_the_reference_whatever_shares_its_batch(shape):
+    drafter = _drafter(replace(CONFIG, **SHAPES[shape]))
     g = torch.Generator().manual_seed(1)
     embedding = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=g)
     planes = torch.randn(2, 12, 2 * CONFIG.hidden_size, generator=g)
@@ -218,12 +237,38 @@ def test_a_map_to_repeated_or_foreign_ids_is_refused(broken):
         check_d2t(torch.tensor(broken), vocab_size=50)
 
 
-def test_the_config_survives_the_packaged_form():
-    assert DrafterConfig.from_json(CONFIG.to_json()) == CONFIG
+@given(data=st.data())
+def test_the_config_survives_the_packaged_form(data):
+    head = data.draw(st.sampled_from(["vanilla", "gated", "rnn", "none"]))
+    confidence = data.draw(st.booleans())
+    layers = data.draw(st.integers(1, 6))
+    sliding = tuple(sorted(data.draw(st.sets(st.integers(0, layers - 1)))))
+    config = replace(
+        CONFIG,
+        num_layers=layers,
+        block_size=data.draw(st.integers(4, 16)),
+        draft_vocab_size=data.draw(st.sampled_from([50, CONFIG.vocab_size])),
+        sliding_layers=sliding,
+        sliding_window=data.draw(st.integers(1, 99)) if sliding else None,
+        markov_head=head,
+        markov_rank=0 if head == "none" else 6,
+        confidence_head=confidence,
+        confidence_head_with_markov=confidence and head != "none" and data.draw(st.booleans()),
+    )
+    assert DrafterConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_another_layout_and_impossible_shapes_are_refused():
     body = CONFIG.to_json()
     del body["sample_from_anchor"]
     with pytest.raises(ValueError, match="sample_from_anchor"):
         DrafterConfig.from_json(body)
+    with pytest.raises(ValueError, match=r"layers of the drafter, 0\.\.1"):
+        replace(CONFIG, sliding_window=4, sliding_layers=(2,))
+    with pytest.raises(ValueError, match="with window None"):
+        replace(CONFIG, sliding_layers=(1,))
+    with pytest.raises(ValueError, match="even and not empty, found 1"):
+        replace(CONFIG, rope=Rope(theta=1e4, partial_rotary_factor=0.125))
 
 
 def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes():
@@ -250,9 +295,10 @@ def test_the_package_of_a_conditioned_drafter_drafts_the_same():
 
 
 @settings(max_examples=5, deadline=None)
-@given(st.integers(0, 1000))
-def test_initialisation_depends_on_the_seed_alone(seed):
-    first, second = Drafter(CONFIG), Drafter(CONFIG)
+@given(st.integers(0, 1000), st.sampled_from(["vanilla", "gated", "rnn"]))
+def test_initialisation_depends_on_the_seed_alone(seed, head):
+    config = replace(CONFIG, markov_head=head)
+    first, second = Drafter(config), Drafter(config)
     norm = torch.rand(CONFIG.hidden_size)
     first.initialise(seed=seed, target_norm=norm)
     second.initialise(seed=seed, target_norm=norm)

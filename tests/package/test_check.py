@@ -52,7 +52,7 @@ CONFIG_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "another mask token": (lambda body: body.update(mask_token_id=7), "mask_token_id"),
     "a model type": (lambda body: body.update(model_type="qwen3"), "model_type"),
-    "another kind of head": (lambda body: body.update(markov_head_type="gated"), "vanilla"),
+    "another kind of head": (lambda body: body.update(markov_head_type="gated"), "an experiment"),
 }
 
 

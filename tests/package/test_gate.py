@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import chdir
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from stages import contracts
 from stages.dspark.draft import Draft
+from stages.dspark.rope import Rope
 from stages.package import check, gate, stage
 from stages.params import EngineParams, PackageParams, Params, Services
 from stages.weights import load_target_weights
@@ -104,6 +107,55 @@ def make(
             out=folder / "package",
         )
     return folder / "package"
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "no confidence, whole vocabulary, long block": {
+        "confidence_head": False,
+        "confidence_head_with_markov": False,
+        "draft_vocab_size": 49152,
+        "block_size": 16,
+    },
+    "partial YaRN, confidence of the state alone": {
+        "confidence_head_with_markov": False,
+        "num_layers": 3,
+        "rope": Rope(
+            theta=1e4,
+            type="yarn",
+            partial_rotary_factor=0.5,
+            attention_factor=1.1,
+            factor=4.0,
+            original_max_position_embeddings=64,
+            beta_fast=32.0,
+            beta_slow=1.0,
+        ),
+    },
+}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("shape", SHAPES)
+def test_vllms_class_drafts_the_same_for_every_shape_that_we_say_it_serves(
+    shape: str, tiny_target: Path, params: Params, small_services: Services, tmp_path: Path
+) -> None:
+    config = replace(config_for(tiny_target, layer_ids=TINY_LAYER_IDS), **SHAPES[shape])
+    tensors = random_tensors(config, tiny_target)
+    folder = write_package(tmp_path / "package", config, tensors)
+    samples = random_samples(config, count=2, last_plane=False)
+    ours = gate.trained_drafts(
+        samples,
+        config=config,
+        tensors=tensors,
+        draft_vocab=check.draft_vocabulary(config, tensors),
+        target=load_target_weights(tiny_target),
+    )
+    theirs = gate.served_drafts(
+        samples, package=folder, target=tiny_target, services=small_services
+    )
+    tolerance = params.package.logit_tolerance
+    agreement = gate.compare(ours, theirs, logit_tolerance=tolerance)
+    gate.check_agreement(agreement, params.package)
+    assert agreement.decided > 10
 
 
 @pytest.mark.vllm

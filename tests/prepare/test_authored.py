@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.params import DOMAINS, AuthoredSource
+from stages.params import DOMAINS
 from stages.prepare.authored import expand, load
+from stages.sources import AuthoredSource
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "authored"
 WRITTEN = [domain for domain in DOMAINS if domain not in ("HumanEval", "tool_call")]

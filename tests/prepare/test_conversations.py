@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.params import DatasetSource, FileSource
 from stages.prepare import datasets_source, files
 from stages.prepare.conversations import RejectedRow, candidates, parse_row
 from stages.prepare.prompt import Candidates, below
+from stages.sources import DatasetSource, FileSource
 
 ROLE_MAP = {"human": "user", "gpt": "assistant"}
 

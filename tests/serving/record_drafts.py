@@ -62,6 +62,7 @@ def refusals() -> dict[str, str]:
         "architectures": ["Qwen3DSparkModel"],
         "sample_from_anchor": True,
         "markov_head_type": "vanilla",
+        "markov_rank": 16,
         "enable_confidence_head": True,
         "block_size": 4,
     }
@@ -70,7 +71,8 @@ def refusals() -> dict[str, str]:
     for name, changes, num_tokens in [
         ("dflash", {"architectures": ["DFlashDraftModel"]}, 4),
         ("layout", {"sample_from_anchor": False}, 4),
-        ("heads", {"enable_confidence_head": False}, 4),
+        ("heads", {"markov_head_type": "gated"}, 4),
+        ("windows", {"layer_types": ["full_attention", "sliding_attention"]}, 4),
         ("too many tokens", {}, 5),
     ]:
         try:

@@ -137,6 +137,6 @@ def test_every_draft_is_the_one_our_model_makes_from_the_same_states(
 
 def test_packages_that_would_be_served_wrongly_are_refused(recorded: dict[str, Any]) -> None:
     refusals = recorded["refusals"]
-    assert set(refusals) == {"dflash", "layout", "heads", "too many tokens"}
+    assert set(refusals) == {"dflash", "layout", "heads", "windows", "too many tokens"}
     assert "expected 1..4" in refusals["too many tokens"]
     assert "DFlashDraftModel" in refusals["dflash"]

@@ -99,6 +99,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     params["drafter"] |= {
         "num_layers": 1,
         "block_size": 4,
+        "head_dim": 32,
         "draft_vocab_size": 60,
         "markov_rank": 8,
     }

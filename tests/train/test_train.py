@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from stages import contracts
+from stages.dspark.config import DrafterConfig
 from stages.params import load_params, load_services
 from stages.train import stage
 from stages.train.batches import plan_epoch
@@ -161,6 +162,26 @@ def test_a_draft_vocabulary_larger_than_the_targets_is_the_targets(project):
     metrics = _run(project, drafter={"draft_vocab_size": 10_000}, train={"num_epochs": 1})
     assert metrics["draft_vocab_coverage"] == 1.0
     assert "d2t" not in load_file(project / "data/drafter/model.safetensors")
+
+
+@pytest.mark.parametrize("head", ["gated", "rnn", "none"])
+def test_every_head_trains_as_an_experiment_and_is_refused_otherwise(project, head):
+    changes = {"markov_head": head}
+    if head == "none":
+        changes |= {"markov_rank": 0, "confidence_head_with_markov": False}
+    with pytest.raises(ValueError, match=f"would not serve this drafter: markov_head {head}"):
+        _run(project, drafter=changes)
+    assert not (project / "run").exists()
+    metrics = _run(project, drafter=changes | {"experiment": True})
+    assert metrics["validation_greedy_acceptance_length"] > 1.5
+    body = json.loads((project / "data/drafter/config.json").read_text())
+    assert DrafterConfig.from_json(body).markov_head == head
+
+
+def test_a_target_whose_heads_vllm_does_not_serve_is_refused_before_anything_is_made(project):
+    with pytest.raises(ValueError, match="head_dim 16: vLLM"):
+        _run(project, drafter={"head_dim": None})
+    assert not (project / "run").exists()
 
 
 def test_a_damaged_shard_is_refused_before_training(project):

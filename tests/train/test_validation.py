@@ -61,7 +61,7 @@ def passes(tmp_path: Path, params: Params) -> tuple[Passes, list[Sample]]:
         },
         **params.drafter.model_copy(
             update={"block_size": BLOCK, "draft_vocab_size": DRAFT_VOCAB, "markov_rank": 4}
-        ).model_dump(),
+        ).shape(),
         layer_ids=(1, 2),
         mask_token_id=0,
     )
