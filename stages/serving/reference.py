@@ -139,6 +139,8 @@ class _Model:
         if not self.model.has_own_lm_head:
             head = self.model.lm_head
             head.weight_loader(head.weight, weights.lm_head.float())
+            # The CPU build multiplies by a packed copy, made when the model was loaded.
+            head.quant_method.process_weights_after_loading(head)
 
     def _bind_caches(self) -> None:
         layers = [layer.self_attn.attn for layer in self.model.model.layers]
