@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from stages import contracts
 from stages.params import EngineParams, ExtractParams, Params, Services, load_params, load_services
 from stages.serving.launch import Endpoint
+
+settings.register_profile("untimed", deadline=None)  # timing never decides a test
+settings.load_profile("untimed")
 
 PROJECT = Path(__file__).resolve().parents[1]
 TINY_LAYERS = 4
