@@ -250,8 +250,13 @@ class MooncakeServices(Section):
     call_timeout_s: Annotated[float, Field(gt=0)]
 
 
-class ConcurrencyServices(Section):
+class GenerateServices(Section):
     concurrency: Positive
+
+
+class ExtractServices(Section):
+    concurrency: Positive
+    num_threads: Positive
 
 
 class TrainServices(Section):
@@ -270,8 +275,8 @@ class Services(Section):
     host: str
     vllm: VllmServices
     mooncake: MooncakeServices
-    generate: ConcurrencyServices
-    extract: ConcurrencyServices
+    generate: GenerateServices
+    extract: ExtractServices
     train: TrainServices
     evaluate: EvaluateServices
 

@@ -66,7 +66,9 @@ def run(
     # The responses' temperature is the conversations' own fact; params.yaml may have moved on.
     greedy = manifest.recipe["params"]["generate"]["temperature"] == 0
     done = {sample["id"] for sample in writer.samples}
-    pending = [row for row in rows if row["id"] not in done]
+    # The last ones first: a server that generated them, and whose cache holds not all of them any
+    # more, still has these.
+    pending = [row for row in reversed(rows) if row["id"] not in done]
     rejected: dict[str, Rejected] = {}
     with Journal(work / AGREEMENTS) as agreements:
         if pending:
@@ -176,8 +178,7 @@ def _extract(
     key_prefix: str,
 ) -> dict[str, Rejected]:
     """Starts or finds the services and receives every pending row; the rejected ones, by id."""
-    # The server has the cores; this process needs one for checksums and the output matrix.
-    torch.set_num_threads(1)
+    torch.set_num_threads(services.extract.num_threads)
     head = load_target_weights(target).head()
     num_planes, hidden_size = len(extract.layer_ids) + 1, head.norm_weight.shape[0]
     largest = wire.StatesShape(

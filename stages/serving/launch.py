@@ -168,9 +168,10 @@ def _target_plan(
     master: str | None,
     seed: int | None,
 ) -> process.Plan:
-    # Prefix caching would save little here, and states once came back shorter than their tokens
-    # with it (vllm-project/vllm#44485).
-    arguments = ["--no-enable-prefix-caching"]
+    # On CPU a server that extracts what it generated finds keys, values and states of all but the
+    # last tokens in its cache (vllm.kv_cache_gib) instead of computing them once more. Elsewhere
+    # vLLM's own proposer caches no states near max_model_len (states_worker.py).
+    arguments = ["--enable-prefix-caching" if on_cpu() else "--no-enable-prefix-caching"]
     if layer_ids is not None and master is not None:
         arguments += extract_arguments(
             target, layer_ids=layer_ids, master=master, services=services

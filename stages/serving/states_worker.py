@@ -33,3 +33,6 @@ class StatesWorker(CPUWorker):
         if not isinstance(runner.drafter, ExtractHiddenStatesProposer):
             raise ValueError("StatesWorker needs the speculative method extract_hidden_states")
         runner.drafter = QuietProposer(runner.vllm_config, runner.device)
+        # The runner skips its drafter for a whole step once a sequence has no room for a draft: the
+        # states of that step's tokens would be missing from blocks that a later request reuses.
+        runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens

@@ -112,12 +112,46 @@ def test_states_equal_transformers_and_exist_when_the_response_arrives(
         length = store.get_into(key, buffer.ctypes.data, buffer.nbytes, wait_s=0.0)
         assert store.remove(key)
         wire.check_object(buffer, length=length, shape=shape)
-        states = torch.from_numpy(buffer[: shape.num_bytes].copy()).view(torch.bfloat16).float()
-        expected = reference(tiny_target, prompt)
-        for plane in range(PLANES):
-            found = states.view(expected.shape)[:, plane]
-            error = (found - expected[:, plane]).norm() / expected[:, plane].norm()
-            assert error < RELATIVE_ERROR, f"{len(prompt)} tokens, plane {plane}: {error}"
+        check_states(buffer[: shape.num_bytes], tiny_target, prompt)
+
+
+def check_states(
+    found: np.ndarray[tuple[int], np.dtype[np.uint8]], target: Path, prompt: list[int]
+) -> None:
+    expected = reference(target, prompt)
+    states = torch.from_numpy(found.copy()).view(torch.bfloat16).float().view(expected.shape)
+    for plane in range(PLANES):
+        error = (states[:, plane] - expected[:, plane]).norm() / expected[:, plane].norm()
+        assert error < RELATIVE_ERROR, f"{len(prompt)} tokens, plane {plane}: {error}"
+
+
+def counted(endpoint: Endpoint, name: str) -> float:
+    """A counter of the server, over all its labels."""
+    with urllib.request.urlopen(endpoint.url + "/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def test_states_of_generated_tokens_come_from_the_cache_and_equal_transformers(
+    extract_endpoint: Endpoint,
+    tiny_target: Path,
+    store: Store,
+    buffer: np.ndarray[tuple[int], np.dtype[np.uint8]],
+    prompts: list[list[int]],
+) -> None:
+    asked = [list(reversed(prompt)) for prompt in prompts[5:8]]
+    answers = ask(extract_endpoint, asked, max_tokens=50, publish=False)
+    whole = [prompt + answer.token_ids for prompt, (_, answer) in zip(asked, answers, strict=True)]
+    before = counted(extract_endpoint, "vllm:prefix_cache_hits_total")
+    for ids, (key, _) in zip(
+        whole, ask(extract_endpoint, whole, max_tokens=1, publish=True), strict=True
+    ):
+        shape = wire.StatesShape(len(ids), PLANES, HIDDEN)
+        length = store.get_into(key, buffer.ctypes.data, buffer.nbytes)
+        assert store.remove(key)
+        wire.check_object(buffer, length=length, shape=shape)
+        check_states(buffer[: shape.num_bytes], tiny_target, ids)
+    assert counted(extract_endpoint, "vllm:prefix_cache_hits_total") - before > sum(map(len, asked))
 
 
 def test_a_request_that_generates_may_publish_its_prompt(
@@ -137,17 +171,11 @@ def test_a_request_that_generates_may_publish_its_prompt(
 def test_a_request_that_does_not_ask_publishes_nothing_and_verifies_no_token(
     extract_endpoint: Endpoint, store: Store, prompts: list[list[int]]
 ) -> None:
+    drafted = counted(extract_endpoint, "vllm:spec_decode_num_draft_tokens_total")
     ((_, answer),) = ask(extract_endpoint, [prompts[3]], max_tokens=20, publish=False)
     assert answer.kv_transfer_params is None
     assert store.remove_prefix("test-") == 0
-    with urllib.request.urlopen(extract_endpoint.url + "/metrics") as page:
-        text = page.read().decode()
-    drafted = [
-        float(line.rsplit(" ", 1)[1])
-        for line in text.splitlines()
-        if line.startswith("vllm:spec_decode_num_draft_tokens_total")
-    ]
-    assert sum(drafted) == 0
+    assert counted(extract_endpoint, "vllm:spec_decode_num_draft_tokens_total") == drafted
 
 
 def test_a_stream_gives_the_same_tokens_as_one_answer(
