@@ -262,6 +262,8 @@ class ExtractServices(Section):
 class TrainServices(Section):
     device: str
     num_threads: Positive
+    num_processes: Positive
+    sharding: Literal["ddp", "fsdp2"]
 
 
 class EvaluateServices(Section):

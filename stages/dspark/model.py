@@ -259,10 +259,14 @@ class Drafter(nn.Module):
             return self.fc.weight.new_zeros(self.config.draft_vocab_size, 0)
         return self.markov_head.markov_w2.weight
 
-    def packaged(self) -> dict[str, Tensor]:
-        """The parameters under their packaged names, plane_scale folded into fc.weight."""
-        tensors = {name: value.detach().clone() for name, value in self.named_parameters()}
-        tensors["fc.weight"] *= self.plane_scale
+    def packaged(self, parameters: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The parameters under their packaged names, plane_scale folded into fc.weight.
+
+        parameters: given where the module itself holds parts of them.
+        """
+        found = parameters if parameters is not None else dict(self.named_parameters())
+        tensors = {name: value.detach().clone() for name, value in found.items()}
+        tensors["fc.weight"] *= self.plane_scale.to(tensors["fc.weight"].device)
         return tensors
 
     def load_packaged(self, tensors: Mapping[str, Tensor]) -> None:

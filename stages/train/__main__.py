@@ -5,10 +5,13 @@ from pathlib import Path
 
 from stages import command
 from stages.params import Params, Services
-from stages.train import stage
+from stages.train import distributed, stage
 
 
 def run(params: Params, services: Services, inputs: Mapping[str, Path], out: Path) -> None:
+    if services.train.num_processes > 1 and not distributed.is_rank():
+        distributed.launch(services.train)
+        return
     stage.run(
         drafter=params.drafter,
         train=params.train,

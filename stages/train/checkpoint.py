@@ -2,6 +2,7 @@
 
 A resume point is one file, written by rename: weights, optimiser moments and, in its metadata, the
 step, the best validation so far and the curve. So a kill at any moment leaves the last one whole.
+Rank 0 reads and writes for all ranks; files hold whole tensors, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stages.dspark.model import Drafter
+from stages.train.distributed import Ranks, part_of, whole
 from stages.train.optimizer import Optimizer
 from stages.train.schedule import PROBE_STEPS
 
@@ -53,32 +55,48 @@ class Progress:
         return mean
 
 
-def save_best(folder: Path, drafter: Drafter) -> None:
+def save_best(folder: Path, drafter: Drafter, ranks: Ranks) -> None:
     """In the packaged form."""
-    _write(folder / BEST, drafter.packaged(), {})
+    tensors = _gather(dict(drafter.named_parameters()), ranks)
+    if ranks.first:
+        _write(folder / BEST, drafter.packaged(tensors), {})
 
 
-def load_best(folder: Path) -> dict[str, Tensor]:
-    return _read(folder / BEST)[0]
+def load_best(folder: Path, ranks: Ranks) -> dict[str, Tensor]:
+    return ranks.agreed_tensors(_read(folder / BEST)[0] if ranks.first else {})
 
 
-def save_latest(folder: Path, model: nn.Module, optimizer: Optimizer, progress: Progress) -> None:
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    tensors |= optimizer.state()
-    _write(folder / LATEST, tensors, {"progress": json.dumps(asdict(progress))})
+def save_latest(
+    folder: Path, model: nn.Module, optimizer: Optimizer, progress: Progress, ranks: Ranks
+) -> None:
+    tensors = _gather(dict(model.named_parameters()) | optimizer.state(), ranks)
+    if ranks.first:
+        _write(folder / LATEST, tensors, {"progress": json.dumps(asdict(progress))})
 
 
-def resume(folder: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
+def resume(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> Progress:
     """Restores the last resume point into model and optimiser; a fresh Progress where none is."""
-    if not (folder / LATEST).is_file():
+    found = ranks.first and (folder / LATEST).is_file()
+    if not ranks.agreed(found):
         return Progress()
-    tensors, metadata = _read(folder / LATEST)
+    tensors, metadata = _read(folder / LATEST) if ranks.first else ({}, {})
+    tensors, metadata = ranks.agreed_tensors(tensors), ranks.agreed(metadata)
     progress = Progress(**json.loads(metadata["progress"]))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[name])
+            parameter.copy_(part_of(tensors[name], parameter))
     optimizer.load_state(tensors)
     return progress
+
+
+def _gather(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """The whole tensors, on rank 0's CPU; nothing elsewhere."""
+    found = {}
+    for name, value in tensors.items():
+        gathered = whole(value.detach())  # by all ranks, one tensor at a time
+        if ranks.first:
+            found[name] = gathered.cpu()
+    return found
 
 
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

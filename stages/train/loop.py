@@ -18,6 +18,7 @@ import torch
 from stages.train import schedule
 from stages.train.checkpoint import BEST, Progress, resume, save_best, save_latest
 from stages.train.curves import SELECTED_BY, curve_row
+from stages.train.distributed import whole
 from stages.train.divergence import Divergence, Watch
 from stages.train.optimizer import Optimizer
 from stages.train.passes import Passes, Sample
@@ -38,15 +39,15 @@ class Trainer:
         """Trains to the last step, or until the acceptance length stalls; leaves the best weights
         in the folder. Raises ValueError when the run diverges: the best weights and the last good
         resume point stay."""
-        params = self.passes.params
+        params, ranks = self.passes.params, self.passes.ranks
         optimizer = Optimizer(self.passes.drafter, params)
-        progress = resume(self.folder, self.passes.drafter, optimizer)
+        progress = resume(self.folder, self.passes.drafter, optimizer, ranks)
         lengths = [sample["num_tokens"] for sample in self.train]
         if progress.num_steps is None:
             progress.num_steps = schedule.known_steps(lengths, params)
         plan = itertools.islice(schedule.plan(lengths, params), progress.step, None)
         watch = Watch(params)
-        with Bar(progress, params) as bar:
+        with Bar(progress, params, shown=ranks.first) as bar:
             saved_at = time.monotonic()
             while progress.step != progress.num_steps and not schedule.stalled(
                 progress.curve, params
@@ -66,12 +67,12 @@ class Trainer:
                     self._validate(progress)
                     bar.validated(seconds=time.monotonic() - started)
                 last = progress.step == progress.num_steps
-                due = last or time.monotonic() - saved_at > params.checkpoint_interval_s
-                if due and (last or not watch.suspicious):
-                    save_latest(self.folder, self.passes.drafter, optimizer, progress)
+                due = ranks.agreed(time.monotonic() - saved_at > params.checkpoint_interval_s)
+                if last or (due and not watch.suspicious):
+                    save_latest(self.folder, self.passes.drafter, optimizer, progress, ranks)
                     saved_at = time.monotonic()
             if progress.step != progress.num_steps:
-                save_latest(self.folder, self.passes.drafter, optimizer, progress)
+                save_latest(self.folder, self.passes.drafter, optimizer, progress, ranks)
                 bar.say(
                     f"train: stopped at step {progress.step} of {progress.num_steps}: "
                     f"{params.early_stop_patience} validations gained less than "
@@ -83,7 +84,9 @@ class Trainer:
     def _fix_length(self, progress: Progress, bar: Bar) -> None:
         budget_s = self.passes.params.budget_s
         assert budget_s is not None
-        progress.num_steps = schedule.steps_in_budget(progress.step_s, budget_s=budget_s)
+        progress.num_steps = self.passes.ranks.agreed(
+            schedule.steps_in_budget(progress.step_s, budget_s=budget_s)
+        )
         bar.say(
             f"train: train.budget_s {budget_s:g} is {progress.num_steps} steps, from the first "
             f"{schedule.PROBE_STEPS} ({sum(progress.step_s):.1f} s)"
@@ -113,7 +116,7 @@ class Trainer:
         assert reached is not None, "every held-out sample has a block"
         if reached > progress.best_acceptance_length:
             progress.best_acceptance_length, progress.best_step = reached, progress.step
-            save_best(self.folder, self.passes.drafter)
+            save_best(self.folder, self.passes.drafter, self.passes.ranks)
 
     def _step(
         self,
@@ -125,18 +128,22 @@ class Trainer:
     ) -> float:
         drafter, params = self.passes.drafter, self.passes.params
         seed = schedule.epoch_seed(params, epoch)
+        own, loaded = self.passes.share(documents)
         batch = self.passes.load(
-            [self.train[i] for i in documents],
+            [self.train[i] for i in loaded],
             params.anchors_per_sample,
-            [seed * 1_000_003 + document for document in documents],
+            [seed * 1_000_003 + document for document in loaded],
+            without_blocks=not own,
         )
         result = self.passes.forward(batch)
-        loss = result.loss / result.weight.clamp(min=1e-6)
-        loss.backward()
+        loss, weight = self.passes.ranks.total(torch.stack([result.loss.detach(), result.weight]))
+        weight = weight.clamp(min=1e-6)
+        # Times the number of ranks, as they average: the gradient of the quotient of the sums.
+        (result.loss / weight * self.passes.ranks.size).backward()
         norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), params.max_grad_norm)
-        value = float(loss.detach())
+        value = float(loss / weight)
         try:
-            watch.check(step=progress.step, loss=value, gradient_norm=float(norm))
+            watch.check(step=progress.step, loss=value, gradient_norm=float(whole(norm)))
         except Divergence as error:
             raise ValueError(f"train: {error}; {self._advice(progress)}") from None
         optimizer.step(

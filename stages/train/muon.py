@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stages.train.distributed import part_of, whole
+
 # Zolotarev's best odd rational function of type (5, 4) for the sign function on [0.002, 1], as
 # SCALE * x * (1 + sum of weight / (x^2 + shift)): Nakatsukasa and Freund 2016, section 3.
 SCALE = 0.961942
@@ -31,6 +33,8 @@ class Muon(torch.optim.Optimizer):
 
     The step is scaled by 0.2 * sqrt(max(n, m)) to the root mean square of Adam's (Liu et al. 2025),
     so that both take the same learning rate. State: momentum_buffer, as torch.optim.Muon names it.
+    Of a matrix that is split over ranks each gathers the whole momentum, orthogonalises it, and
+    keeps its part of the update.
     """
 
     def __init__(
@@ -49,10 +53,10 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 buffer = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-                update = orthogonalise(parameter.grad.lerp(buffer, group["momentum"]))
+                update = orthogonalise(whole(parameter.grad.lerp(buffer, group["momentum"])))
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 scale = 0.2 * max(parameter.shape) ** 0.5
-                parameter.add_(update, alpha=-group["lr"] * scale)
+                parameter.add_(part_of(update, parameter), alpha=-group["lr"] * scale)
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:

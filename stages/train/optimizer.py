@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stages.params import TrainParams
+from stages.train.distributed import part_of
 from stages.train.muon import Muon
 
 
@@ -50,7 +51,7 @@ class Optimizer:
             part.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
-        """All state tensors, named <entry>:<parameter>."""
+        """All state tensors, named <entry>:<parameter>, split as their parameters are."""
         return {
             f"{entry}:{self._names[parameter]}": value
             for part in self._parts
@@ -59,7 +60,7 @@ class Optimizer:
         }
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of state(); names without a colon are ignored."""
+        """The inverse of state(), from whole tensors; names without a colon are ignored."""
         named: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():
             entry, colon, name = key.partition(":")
@@ -69,4 +70,7 @@ class Optimizer:
             for group in part.param_groups:
                 for parameter in group["params"]:
                     if self._names[parameter] in named:
-                        part.state[parameter] = named[self._names[parameter]]
+                        part.state[parameter] = {
+                            entry: part_of(value.to(parameter.device), parameter)
+                            for entry, value in named[self._names[parameter]].items()
+                        }

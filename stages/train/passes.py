@@ -1,43 +1,35 @@
-"""One pass of the drafter over samples of the cache: read, move, autocast, forward."""
+"""One pass of the drafter over samples of the cache: read, move, autocast, forward.
+
+With several ranks each takes its share of a batch's documents, and all run the same passes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from stages.dspark.model import Drafter
 from stages.dspark.step import Batch, Frozen, LossWeights, StepResult, forward_batch
 from stages.params import TrainParams
 from stages.shards import ShardReader
 from stages.train.batches import load_batch
+from stages.train.distributed import ALONE, Ranks
 
 Sample = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Passes:
-    """What training and validation share: where samples come from and how they are computed."""
+class Pass(nn.Module):
+    """forward_batch as a module, which is what ranks wrap: parameters are whole all through it."""
 
-    drafter: Drafter
-    frozen: Frozen
-    reader: ShardReader
-    params: TrainParams
-    device: torch.device
-
-    def load(self, samples: Sequence[Sample], num_anchors: int, seeds: Sequence[int]) -> Batch:
-        """The samples' batch on the device, in the dtype of the computation."""
-        batch = load_batch(self.reader, samples, num_anchors=num_anchors, seeds=seeds)
-        if self.params.dtype == "float32":
-            batch = batch._replace(planes=batch.planes.float(), last=batch.last.float())
-        return Batch(*(tensor.to(self.device, non_blocking=True) for tensor in batch))
-
-    def forward(self, batch: Batch) -> StepResult:
-        params = self.params
-        weights = LossWeights(
+    def __init__(self, drafter: Drafter, frozen: Frozen, params: TrainParams) -> None:
+        super().__init__()
+        self.drafter, self.frozen = drafter, frozen
+        self.weights = LossWeights(
             ce=params.ce_weight,
             tv=params.tv_weight,
             kl=params.kl_weight,
@@ -47,8 +39,53 @@ class Passes:
             position_decay=params.position_decay,
             dpace_smoothing=params.dpace_smoothing,
         )
+
+    def forward(self, batch: Batch) -> StepResult:
+        return forward_batch(self.drafter, batch, self.frozen, weights=self.weights)
+
+
+@dataclass(kw_only=True)
+class Passes:
+    """What training and validation share: where samples come from and how they are computed."""
+
+    drafter: Drafter
+    frozen: Frozen
+    reader: ShardReader
+    params: TrainParams
+    device: torch.device
+    ranks: Ranks = ALONE
+    _module: nn.Module = field(init=False)
+
+    def __post_init__(self) -> None:
+        module = Pass(self.drafter, self.frozen, self.params)
+        self._module = self.ranks.wrapped(module, device=self.device)
+
+    def share(self, documents: Sequence[int]) -> tuple[list[int], list[int]]:
+        """This rank's documents of a batch, and those to load: one without blocks where it has
+        none, so that it takes part in every pass and adds zeros."""
+        own = self.ranks.deal(documents)
+        return own, own or list(documents[:1])
+
+    def load(
+        self,
+        samples: Sequence[Sample],
+        num_anchors: int,
+        seeds: Sequence[int],
+        *,
+        without_blocks: bool = False,
+    ) -> Batch:
+        """The samples' batch on the device, in the dtype of the computation."""
+        batch = load_batch(self.reader, samples, num_anchors=num_anchors, seeds=seeds)
+        if without_blocks:
+            batch = batch._replace(anchors=torch.full_like(batch.anchors, -1))
+        if self.params.dtype == "float32":
+            batch = batch._replace(planes=batch.planes.float(), last=batch.last.float())
+        return Batch(*(tensor.to(self.device, non_blocking=True) for tensor in batch))
+
+    def forward(self, batch: Batch) -> StepResult:
         with self._autocast():
-            return forward_batch(self.drafter, batch, self.frozen, weights=weights)
+            result: StepResult = self._module(batch)
+        return result
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.params.dtype == "float32":

@@ -25,7 +25,8 @@ def time_left_s(
 class Bar:
     """A progress bar whose time left counts validations; `say` prints a line above it."""
 
-    def __init__(self, progress: Progress, params: TrainParams) -> None:
+    def __init__(self, progress: Progress, params: TrainParams, *, shown: bool) -> None:
+        self._shown = shown
         self._params = params
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._validation_s = 0.0
@@ -35,6 +36,7 @@ class Bar:
             desc="train",
             unit="step",
             mininterval=1,
+            disable=not shown,
             bar_format="{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}{postfix}",
         )
 
@@ -68,4 +70,5 @@ class Bar:
         self._validation_s = seconds
 
     def say(self, line: str) -> None:
-        tqdm.write(line)
+        if self._shown:
+            tqdm.write(line)

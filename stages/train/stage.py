@@ -24,6 +24,7 @@ from stages.params import DrafterParams, Services, TrainParams
 from stages.shards import ShardReader
 from stages.train import curves, plots
 from stages.train.checkpoint import Progress, load_best
+from stages.train.distributed import join, parts
 from stages.train.loop import Trainer
 from stages.train.passes import Passes, Sample
 from stages.train.validation import Validator, replay
@@ -47,8 +48,10 @@ def run(
     Raises ValueError when params do not fit the target or no sample can be trained on.
     """
     torch.set_num_threads(services.train.num_threads)
-    target_manifest = contracts.read_manifest(target, "target")
-    states_manifest = contracts.read_manifest(hidden_states, "extract")
+    ranks = join(services.train)
+    verify = ranks.local_index == 0  # once a machine
+    target_manifest = contracts.read_manifest(target, "target", verify=verify)
+    states_manifest = contracts.read_manifest(hidden_states, "extract", verify=verify)
     config = DrafterConfig.for_target(
         json.loads((target / "config.json").read_text()),
         **drafter.shape(),
@@ -65,7 +68,7 @@ def run(
         {"drafter": drafter, "train": train},
         {"target": target_manifest, "hidden_states": states_manifest},
     )
-    work = contracts.working_folder("train", recipe)
+    work = ranks.agreed(contracts.working_folder("train", recipe) if ranks.first else Path())
     reader = ShardReader(hidden_states, states_manifest)
     samples = reader.samples()
     splits = {
@@ -79,7 +82,7 @@ def run(
     vocab = draft_vocabulary(
         splits[contracts.TRAIN], config, always=target_manifest.info["eos_token_ids"]
     )
-    device = torch.device(services.train.device)
+    device = ranks.device(services.train.device)
     model = Drafter(config)
     model.initialise(seed=train.seed, target_norm=weights.norm)
     model.condition(plane_rms(reader, splits[contracts.TRAIN]))
@@ -89,6 +92,7 @@ def run(
         reader=reader,
         params=train,
         device=device,
+        ranks=ranks,
     )
     validator = Validator.choose(
         splits[contracts.TRAIN],
@@ -99,10 +103,13 @@ def run(
     progress = Trainer(
         passes=passes, train=splits[contracts.TRAIN], validator=validator, folder=work
     ).run()
-    best = load_best(work)
-    model.load_packaged(best)
+    best = load_best(work, ranks)
+    model.load_packaged(parts(best, model))
     unknown = {split: out_of_vocabulary(rows, vocab, config) for split, rows in splits.items()}
     metrics = final_metrics(progress, passes, validator, unknown)
+    ranks.leave()
+    if not ranks.first:
+        return
     artifact = work / "artifact"
     artifact.mkdir(exist_ok=True)
     _write_outputs(artifact, config, best, vocab, weights, progress, metrics)

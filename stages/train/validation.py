@@ -131,7 +131,7 @@ def replay(passes: Passes, samples: Sequence[Sample], *, domains: Sequence[str])
             served = torch.tensor(rounds(accepted[row, : places[row]].tolist()))
             tally.survival[group] += (served.unsqueeze(-1) > slots).sum(0)
             tally.blocks[group] += len(served)
-    return tally
+    return _total(tally, passes)
 
 
 def matched(
@@ -184,7 +184,12 @@ def _expected(
             tally.blocks[group] += blocks
         loss += float(result.loss)
         weight += float(result.weight)
-    return loss / max(weight, 1e-6), tally
+    loss, weight = passes.ranks.total(torch.tensor([loss, weight], dtype=torch.float64)).tolist()
+    return loss / max(weight, 1e-6), _total(tally, passes)
+
+
+def _total(tally: Tally, passes: Passes) -> Tally:
+    return Tally(*(passes.ranks.total(sums) for sums in tally))
 
 
 def _group(sample: Sample, domains: Sequence[str]) -> tuple[int, int]:
@@ -199,13 +204,16 @@ def _num_blocks(sample: Sample, num_anchors: int) -> int:
 def _batches(
     passes: Passes, samples: Sequence[Sample], *, num_anchors: int | None
 ) -> Iterator[tuple[list[int], Batch, StepResult]]:
-    """All samples, with `num_anchors` blocks each, or every possible one."""
+    """All samples (of this rank), with `num_anchors` blocks each, or every possible one."""
     if not samples:
         return
     lengths = [sample["num_tokens"] for sample in samples]
     tokens = passes.params.batch_tokens // (1 if num_anchors else 4)
     for documents in plan_epoch(lengths, batch_tokens=tokens, seed=SEED):
-        chosen = [samples[i] for i in documents]
+        own, loaded = passes.share(documents)
+        chosen = [samples[i] for i in loaded]
         most = max(sum(sample["loss_mask"]) for sample in chosen)
-        batch = passes.load(chosen, num_anchors or most, [SEED + i for i in documents])
-        yield documents, batch, passes.forward(batch)
+        batch = passes.load(
+            chosen, num_anchors or most, [SEED + i for i in loaded], without_blocks=not own
+        )
+        yield own, batch, passes.forward(batch)
