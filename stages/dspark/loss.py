@@ -35,7 +35,7 @@ CHUNK_LOGITS = 2**21  # fewer slots where Vd > 8192: 8 MB in float32, which stay
 class SlotTargets(NamedTuple):
     """What the target says about the supervised slots."""
 
-    logits: Tensor  # [U, Vd] the target's logits over the draft vocabulary
+    states: Tensor  # [U, H] the target's, after its final norm; head gives their logits
     log_sum_exp: Tensor  # float32 [U], over the full vocabulary
     index: Tensor  # int64 [P]: the state that judges slot i
     draft_id: Tensor  # int64 [P]: the next token's draft id, -1 outside the draft vocabulary
@@ -73,7 +73,9 @@ def slot_loss(
 ) -> SlotLoss:
     """states: [P, H]; markov: [P, R]; head: [Vd, H] frozen; markov_w2: [Vd, R]; weight: [P].
 
-    Gradients flow to states, markov and markov_w2. Products run in the dtype of `states`.
+    Gradients flow to states, markov and markov_w2. Products run in the dtype of `states`. The
+    target's logits are made a chunk at a time, for its distinct states: in the order of blocks few
+    of them come up in two chunks.
     """
     return SlotLoss(
         *_SlotLoss.apply(states, markov, head, markov_w2, targets, weight.float(), terms)
@@ -115,7 +117,10 @@ class _SlotLoss(torch.autograd.Function):
             match[rows] = _is_first_largest(z, largest, targets.draft_id[rows])
             ce[rows] = (largest - z.gather(-1, label)).squeeze(-1)
             z.sub_(largest)
-            log_q.copy_(targets.logits[index]).sub_(targets.log_sum_exp[index].unsqueeze(-1))
+            used, judge = index.unique(return_inverse=True)
+            judges = targets.states[used].to(dtype)
+            torch.mm(judges, table[:, :hidden].T, out=product[: len(used)])
+            log_q.copy_(product[judge]).sub_(targets.log_sum_exp[index].unsqueeze(-1))
             excess = log_q - z if terms.kl else None  # log(q / p) less log(total)
             p, q = z.exp_(), log_q.exp_()
             total, mass = p.sum(-1, keepdim=True), q.sum(-1)
@@ -185,6 +190,13 @@ def _is_first_largest(z: Tensor, largest: Tensor, draft_id: Tensor) -> Tensor:
     places = found.nonzero().squeeze(-1)
     found[places] = z[places].argmax(-1) == draft_id[places]
     return found
+
+
+@torch.no_grad()
+def best_draftable(states: Tensor, head: Tensor) -> Tensor:
+    """int64 [U]: the draft id of the largest logit of the target's normed states [U, H]."""
+    size = _chunk_slots(len(head))
+    return torch.cat([(chunk @ head.T).argmax(-1) for chunk in states.split(size)])
 
 
 @torch.no_grad()

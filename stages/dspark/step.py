@@ -15,6 +15,7 @@ from torch import Tensor
 from stages.dspark.loss import (
     SlotTargets,
     TermWeights,
+    best_draftable,
     confidence_loss,
     dpace_weights,
     label_probability,
@@ -89,14 +90,16 @@ def forward_batch(
     normed = F.rms_norm(
         batch.last.flatten(0, 1)[used].float(), frozen.norm.shape, frozen.norm.float(), frozen.eps
     )
-    target_logits = normed.to(frozen.head.dtype) @ frozen.head.T
-    draft_id = frozen.draft_id[following]
+    target_states = normed.to(frozen.head.dtype)
+    draft_id = label = frozen.draft_id[following]
+    if weights.ce_label == "target_argmax":
+        label = best_draftable(target_states, frozen.head)[index]
     targets = SlotTargets(
-        logits=target_logits,
+        states=target_states,
         log_sum_exp=batch.log_sum_exp.flatten()[used],
         index=index,
         draft_id=draft_id,
-        label=draft_id if weights.ce_label == "next_token" else target_logits.argmax(-1)[index],
+        label=label,
     )
     embeddings, latents = drafter.markov(previous, states, valid)
     supervised, markov_w2 = states[valid], drafter.markov_w2
