@@ -257,6 +257,7 @@ class GenerateServices(Section):
 class ExtractServices(Section):
     concurrency: Positive
     num_threads: Positive
+    kv_cache_gib: Annotated[float, Field(gt=0)]
 
 
 class TrainServices(Section):

@@ -117,8 +117,9 @@ def tiny_extract(params: Params) -> ExtractParams:
 def small_services(services: Services) -> Services:
     """Managed services with little memory."""
     vllm = services.vllm.model_copy(update={"kv_cache_gib": 0.25, "max_num_seqs": 16})
+    extract = services.extract.model_copy(update={"kv_cache_gib": 0.25})
     mooncake = services.mooncake.model_copy(update={"segment_mib": 64, "local_buffer_mib": 16})
-    return services.model_copy(update={"vllm": vllm, "mooncake": mooncake})
+    return services.model_copy(update={"vllm": vllm, "extract": extract, "mooncake": mooncake})
 
 
 @pytest.fixture(scope="session")

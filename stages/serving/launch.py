@@ -169,13 +169,15 @@ def _target_plan(
     seed: int | None,
 ) -> process.Plan:
     # On CPU a server that extracts what it generated finds keys, values and states of all but the
-    # last tokens in its cache (vllm.kv_cache_gib) instead of computing them once more. Elsewhere
+    # last tokens in its cache (extract.kv_cache_gib) instead of computing them once more. Elsewhere
     # vLLM's own proposer caches no states near max_model_len (states_worker.py).
     arguments = ["--enable-prefix-caching" if on_cpu() else "--no-enable-prefix-caching"]
     if layer_ids is not None and master is not None:
         arguments += extract_arguments(
             target, layer_ids=layer_ids, master=master, services=services
         )
+        settings = services.vllm.model_copy(update={"kv_cache_gib": services.extract.kv_cache_gib})
+        services = services.model_copy(update={"vllm": settings})
     return _vllm_plan(
         target, engine=engine, services=services, arguments=arguments, environment={}, seed=seed
     )
