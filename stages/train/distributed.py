@@ -12,6 +12,7 @@ Backends: gloo on CPU; on CUDA nccl, with gloo for what stays on the CPU.
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
@@ -33,6 +34,8 @@ from stages.params import TrainServices
 
 T = TypeVar("T")
 LET_GO_S = 0.5
+"""Gloo's threads take Python's lock to let go of the last tensors, and a group's end waits for them
+while it holds the lock, forever (torch 2.13): they are given this long before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +108,6 @@ class Ranks:
         """Ends this process's part in the group, when all have come here."""
         if self.sharding is not None:
             dist.barrier()
-            # Gloo's threads take Python's lock to let go of the last tensors, and the group's end
-            # waits for those threads while it holds the lock: they go first.
             time.sleep(LET_GO_S)
             dist.destroy_process_group()
 
@@ -156,6 +157,7 @@ def join(services: TrainServices) -> Ranks:
     device = torch.device(own_device(services.device, local_index))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    atexit.register(time.sleep, LET_GO_S)  # after an error nobody leaves: the interpreter ends it
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     return Ranks(
         index=dist.get_rank(),
@@ -199,6 +201,6 @@ def launch(services: TrainServices) -> None:
             ranks.stdin.close()
     if status:
         raise ValueError(
-            f"one of the {count} training processes failed, so all were ended (status {status}); "
-            "its message is above; the same command resumes"
+            f"one of the {count} training processes failed, so all were ended (torchrun's status "
+            f"{status}); what it said is above. Started again, the run resumes"
         )
