@@ -6,6 +6,7 @@ Read from a target folder's safetensors by name, without building the model.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,12 @@ class TargetWeights(NamedTuple):
         return TargetHead(self.norm, self.eps, self.lm_head)
 
 
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the logit head of a target with this config.json is its embedding."""
+    text = config.get("text_config", config)
+    return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+
+
 def load_target_weights(target: Path) -> TargetWeights:
     """Raises ValueError where a tensor is missing, or for a family whose logits are not
     lm_head(rms_norm(state)) with a norm that multiplies by its weight."""
@@ -52,11 +59,10 @@ def load_target_weights(target: Path) -> TargetWeights:
         with safe_open(path, framework="pt") as file:
             files |= dict.fromkeys(file.keys(), path)
     embedding = _tensor(files, "embed_tokens.weight", target)
-    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     return TargetWeights(
         embedding=embedding,
         norm=_tensor(files, "norm.weight", target),
-        lm_head=embedding if tied else _tensor(files, "lm_head.weight", target),
+        lm_head=embedding if is_tied(config) else _tensor(files, "lm_head.weight", target),
         eps=float(text["rms_norm_eps"]),
     )
 

@@ -45,6 +45,7 @@ class Ranks:
     index: int
     size: int
     local_index: int  # among those of this machine; the CUDA device
+    local_size: int
     sharding: Literal["ddp", "fsdp2"] | None  # None: one process without a group
 
     @property
@@ -112,7 +113,7 @@ class Ranks:
             dist.destroy_process_group()
 
 
-ALONE = Ranks(index=0, size=1, local_index=0, sharding=None)
+ALONE = Ranks(index=0, size=1, local_index=0, local_size=1, sharding=None)
 
 
 def whole(value: Tensor) -> Tensor:
@@ -163,6 +164,7 @@ def join(services: TrainServices) -> Ranks:
         index=dist.get_rank(),
         size=dist.get_world_size(),
         local_index=local_index,
+        local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
         sharding=services.sharding,
     )
 

@@ -15,15 +15,22 @@ from stages.train.distributed import part_of
 from stages.train.muon import Muon
 
 
+def muon_matrices(model: nn.Module, params: TrainParams) -> list[nn.Parameter]:
+    """The parameters that Muon steps: none where train.optimizer is adamw."""
+    if params.optimizer != "muon":
+        return []
+    return [
+        p for name, p in model.named_parameters() if name.startswith("layers.") and p.dim() == 2
+    ]
+
+
 class Optimizer:
     """Steps, schedules and exposes the state of both optimisers as named tensors."""
 
     def __init__(self, model: nn.Module, params: TrainParams) -> None:
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        matrices = [
-            p for p, name in self._names.items() if name.startswith("layers.") and p.dim() == 2
-        ]
-        chosen = set(matrices) if params.optimizer == "muon" else set()
+        matrices = muon_matrices(model, params)
+        chosen = set(matrices)
         rest = [p for p in self._names if p not in chosen]
         groups = [
             {"params": [p for p in rest if p.dim() > 1], "weight_decay": params.weight_decay},

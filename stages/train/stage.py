@@ -22,13 +22,13 @@ from stages.dspark.step import Frozen
 from stages.dspark.vocab import choose_vocab, draft_ids, membership, offsets
 from stages.params import DrafterParams, Services, TrainParams
 from stages.shards import ShardReader
-from stages.train import curves, plots
+from stages.train import curves, memory, plots
 from stages.train.checkpoint import Progress, load_best
 from stages.train.distributed import join, parts
 from stages.train.loop import Trainer
 from stages.train.passes import Passes, Sample
 from stages.train.validation import Validator, replay
-from stages.weights import TargetWeights, load_target_weights
+from stages.weights import TargetWeights, is_tied, load_target_weights
 
 GATE_SAMPLES, GATE_ANCHORS = 8, 4
 RMS_SAMPLES = 64
@@ -52,8 +52,9 @@ def run(
     verify = ranks.local_index == 0  # once a machine
     target_manifest = contracts.read_manifest(target, "target", verify=verify)
     states_manifest = contracts.read_manifest(hidden_states, "extract", verify=verify)
+    target_config = json.loads((target / "config.json").read_text())
     config = DrafterConfig.for_target(
-        json.loads((target / "config.json").read_text()),
+        target_config,
         **drafter.shape(),
         layer_ids=tuple(states_manifest.info["layer_ids"]),
         mask_token_id=target_manifest.info["mask_token_id"],
@@ -78,11 +79,24 @@ def run(
     for split, rows in splits.items():
         if not rows:
             raise ValueError(f"train: {hidden_states} has no {split} sample with two loss tokens")
+    device = ranks.device(services.train.device)
+    needed = memory.estimate(
+        config,
+        train,
+        passes=memory.passes(
+            splits[contracts.TRAIN], splits[contracts.VALIDATION], train, ranks=ranks.size
+        ),
+        tied=is_tied(target_config),
+        on_host=device.type == "cpu",
+        shards=ranks.size if ranks.sharding == "fsdp2" else 1,
+    )
+    line = memory.check(needed, device=device, processes=ranks.local_size)
+    if ranks.first:
+        print(line)
     weights = load_target_weights(target)
     vocab = draft_vocabulary(
         splits[contracts.TRAIN], config, always=target_manifest.info["eos_token_ids"]
     )
-    device = ranks.device(services.train.device)
     model = Drafter(config)
     model.initialise(seed=train.seed, target_norm=weights.norm)
     model.condition(plane_rms(reader, splits[contracts.TRAIN]))
