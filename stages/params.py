@@ -156,6 +156,8 @@ class DrafterParams(Section):
 class TrainParams(Section):
     seed: int
     dtype: Literal["bfloat16", "float32"]
+    warm_start: str | None
+    warm_start_vocabulary: Literal["refuse", "keep"]
     num_epochs: Positive
     max_steps: Positive | None
     budget_s: Annotated[float, Field(gt=0)] | None

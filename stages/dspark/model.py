@@ -194,6 +194,17 @@ class Drafter(nn.Module):
         """
         self.plane_scale.copy_(1.0 / plane_rms.clamp(min=1e-6))
 
+    @torch.no_grad()
+    def recondition(self, plane_rms: Tensor) -> None:
+        """condition() for weights that were trained before, leaving what they compute as it is.
+
+        The scale is rounded to powers of two, so taking it out of fc.weight and folding it in again
+        are exact, and Adam meets the same sizes as in a first training within a factor of sqrt(2).
+        """
+        self.condition(plane_rms)
+        self.plane_scale.copy_(self.plane_scale.log2().round().exp2())
+        self.fc.weight /= self.plane_scale
+
     def forward(
         self,
         planes: Tensor,

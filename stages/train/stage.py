@@ -22,7 +22,7 @@ from stages.dspark.step import Frozen
 from stages.dspark.vocab import choose_vocab, draft_ids, membership, offsets
 from stages.params import DrafterParams, Services, TrainParams
 from stages.shards import ShardReader
-from stages.train import curves, memory, plots
+from stages.train import curves, memory, plots, warm_start
 from stages.train.checkpoint import Progress, load_best
 from stages.train.distributed import join, parts
 from stages.train.loop import Trainer
@@ -65,10 +65,14 @@ def run(
         head_dim=config.head_dim,
         experiment=drafter.experiment,
     )
+    warm = None if train.warm_start is None else warm_start.read(Path(train.warm_start))
     recipe = contracts.recipe(
         {"drafter": drafter, "train": train},
         {"target": target_manifest, "hidden_states": states_manifest},
     )
+    if warm is not None:
+        warm_start.check_architecture(warm, config)
+        recipe["inputs"]["warm_start"] = warm.checksum
     work = ranks.agreed(contracts.working_folder("train", recipe) if ranks.first else Path())
     reader = ShardReader(hidden_states, states_manifest)
     samples = reader.samples()
@@ -97,9 +101,20 @@ def run(
     vocab = draft_vocabulary(
         splits[contracts.TRAIN], config, always=target_manifest.info["eos_token_ids"]
     )
+    rms = plane_rms(reader, splits[contracts.TRAIN])
     model = Drafter(config)
-    model.initialise(seed=train.seed, target_norm=weights.norm)
-    model.condition(plane_rms(reader, splits[contracts.TRAIN]))
+    if warm is None:
+        model.initialise(seed=train.seed, target_norm=weights.norm)
+        model.condition(rms)
+    else:
+        vocab = warm_start.vocabulary(
+            warm,
+            vocab,
+            token_counts(splits[contracts.TRAIN], config),
+            policy=train.warm_start_vocabulary,
+        )
+        model.load_packaged(warm.tensors())
+        model.recondition(rms)
     passes = Passes(
         drafter=model.to(device),
         frozen=frozen_tensors(weights, vocab, config, dtype=train.dtype, device=device),
@@ -158,11 +173,16 @@ def draft_vocabulary(
     samples: Sequence[Sample], config: DrafterConfig, *, always: list[int]
 ) -> Tensor:
     """The draft vocabulary, int64 [Vd] target ids, by frequency among the tokens with loss."""
+    return choose_vocab(token_counts(samples, config), size=config.draft_vocab_size, always=always)
+
+
+def token_counts(samples: Sequence[Sample], config: DrafterConfig) -> Tensor:
+    """How often each target token occurs with loss, int64 [V]."""
     counts = torch.zeros(config.vocab_size, dtype=torch.int64)
     for sample in samples:
         tokens = torch.tensor(sample["input_ids"])[torch.tensor(sample["loss_mask"])]
         counts += torch.bincount(tokens, minlength=config.vocab_size)
-    return choose_vocab(counts, size=config.draft_vocab_size, always=always)
+    return counts
 
 
 def out_of_vocabulary(
