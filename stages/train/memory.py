@@ -26,7 +26,8 @@ from stages.train.optimizer import muon_matrices
 from stages.train.passes import Sample
 
 FLOAT = 4  # bytes
-ONEDNN_CACHE = 1 << 30  # kernels of up to 1,024 shapes of bfloat16 products on the CPU: measured
+ONEDNN_PRIMITIVES = 64  # that oneDNN may keep; shapes rarely repeat, and it would keep 1,024
+ONEDNN_CACHE = 1 << 30  # bytes of what it keeps for bfloat16 on the CPU all the same: measured
 RESERVE = 0.1  # of what is available, left to everything else
 _UNLIMITED = 1 << 60
 

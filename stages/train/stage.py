@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ def run(
 
     Raises ValueError when params do not fit the target or no sample can be trained on.
     """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(memory.ONEDNN_PRIMITIVES))
     torch.set_num_threads(services.train.num_threads)
     ranks = join(services.train)
     verify = ranks.local_index == 0  # once a machine
