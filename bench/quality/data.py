@@ -7,7 +7,6 @@ the split `validation`. Cost: about 9 core-ms a response token. An interrupted r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import chdir
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from stages.extract import stage as extract_stage
 from stages.generate import stage as generate_stage
 from stages.params import Params, Services
 from stages.prepare.prompt import Prompt
+from stages.prepare.stage import prompt_row
 from stages.serving.chat import Renderer, RenderError
 from stages.shards import ShardReader
 from stages.target import stage as target_stage
@@ -181,7 +181,7 @@ def _write_prompts(
     work.mkdir(parents=True, exist_ok=True)
     halves = {contracts.TRAIN: split.train, contracts.VALIDATION: split.test}
     for half, chosen in halves.items():
-        rows = [_row(prompt, half) for name in chosen for prompt in chosen[name]]
+        rows = [prompt_row(prompt, half) for name in chosen for prompt in chosen[name]]
         contracts.write_table(work / f"{half}.parquet", rows, contracts.PROMPTS)
     counts = {
         f"{side}/{name}": len(chosen[name])
@@ -195,14 +195,3 @@ def _write_prompts(
     )
     contracts.publish(work, out)
     print(f"prompts: {counts}; left out {left_out or 'none'}", flush=True)
-
-
-def _row(prompt: Prompt, split: str) -> dict[str, Any]:
-    return {
-        "id": prompt.id,
-        "domain": prompt.domain,
-        "split": split,
-        "messages": json.dumps(list(prompt.messages), ensure_ascii=False),
-        "tools": json.dumps(list(prompt.tools), ensure_ascii=False) if prompt.tools else "",
-        "source": prompt.source,
-    }

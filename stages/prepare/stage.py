@@ -245,11 +245,12 @@ def _write(work: Path, selection: Selection) -> None:
         },
     }
     for name, (split, prompts) in tables.items():
-        rows = [_row(prompt, split) for prompt in prompts]
+        rows = [prompt_row(prompt, split) for prompt in prompts]
         contracts.write_table(work / f"{name}.parquet", rows, contracts.PROMPTS)
 
 
-def _row(prompt: Prompt, split: str) -> dict[str, Any]:
+def prompt_row(prompt: Prompt, split: str) -> dict[str, Any]:
+    """One row of contracts.PROMPTS."""
     return {
         "id": prompt.id,
         "domain": prompt.domain,
