@@ -103,7 +103,7 @@ def _step_of(project):
 def _end_after_five_steps(project, attempt, victim):
     """Kills victim(attempt's ranks) when the run has gone five steps on; all of it ends by itself,
     with an error."""
-    start, deadline = _step_of(project), time.monotonic() + BOUND_S
+    start, deadline = max(_step_of(project), 0), time.monotonic() + BOUND_S
     while (seen := _step_of(project)) < start + 5:
         assert seen in (-1, *range(start, start + 5)), "it resumes"
         assert attempt.poll() is None, attempt.communicate()[0]
