@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from bench.quality.problem import Problem
-from stages.dspark.model import Drafter
 from stages.params import TrainParams
 from stages.train import schedule
 from stages.train.optimizer import Optimizer
-from stages.train.stage import plane_rms
+from stages.train.start import fresh_drafter
 
 
 class Ours:
@@ -21,9 +20,13 @@ class Ours:
             update={"seed": seed, "learning_rate": learning_rate}
         )
         self._samples = problem.data.train
-        self._drafter = Drafter(problem.config)
-        self._drafter.initialise(seed=seed, target_norm=problem.weights.norm)
-        self._drafter.condition(plane_rms(problem.data.reader, self._samples))
+        self._drafter = fresh_drafter(
+            problem.config,
+            seed=seed,
+            weights=problem.weights,
+            reader=problem.data.reader,
+            samples=self._samples,
+        )
         self._passes = problem.passes(self._drafter, self._params)
         self._optimizer = Optimizer(self._drafter, self._params)
         lengths = [sample["num_tokens"] for sample in self._samples]

@@ -44,14 +44,20 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
+def rope_frequencies(*, head_dim: int, rope: Rope) -> Tensor:
+    """What each rotary channel pair turns a token, radians, float32 [rotary_dim/2]."""
+    rotary_dim = rope.rotary_dim(head_dim)
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32)
+    frequencies = rope.theta ** (-exponents / rotary_dim)
+    if scales := rope.frequency_scales(head_dim):
+        frequencies = frequencies * torch.tensor(scales)
+    return frequencies
+
+
 def rope_table(positions: Tensor, *, head_dim: int, rope: Rope) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotary embedding, float32 [..., 1, rotary_dim/2] for integer positions
     [...]; the axis of size one is for heads."""
-    rotary_dim = rope.rotary_dim(head_dim)
-    exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=torch.float32)
-    frequencies = rope.theta ** (-exponents / rotary_dim)
-    if scales := rope.frequency_scales(head_dim):
-        frequencies = frequencies * torch.tensor(scales, device=positions.device)
+    frequencies = rope_frequencies(head_dim=head_dim, rope=rope).to(positions.device)
     angles = positions[..., None, None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
     if rope.attention_factor != 1.0:

@@ -28,11 +28,11 @@ from stages.train.checkpoint import Progress, load_best
 from stages.train.distributed import join, parts
 from stages.train.loop import Trainer
 from stages.train.passes import Passes, Sample
+from stages.train.start import fresh_drafter, plane_rms
 from stages.train.validation import Validator, replay
 from stages.weights import TargetWeights, is_tied, load_target_weights
 
 GATE_SAMPLES, GATE_ANCHORS = 8, 4
-RMS_SAMPLES = 64
 
 
 def run(
@@ -103,11 +103,14 @@ def run(
     vocab = draft_vocabulary(
         splits[contracts.TRAIN], config, always=target_manifest.info["eos_token_ids"]
     )
-    rms = plane_rms(reader, splits[contracts.TRAIN])
-    model = Drafter(config)
     if warm is None:
-        model.initialise(seed=train.seed, target_norm=weights.norm)
-        model.condition(rms)
+        model = fresh_drafter(
+            config,
+            seed=train.seed,
+            weights=weights,
+            reader=reader,
+            samples=splits[contracts.TRAIN],
+        )
     else:
         vocab = warm_start.vocabulary(
             warm,
@@ -115,8 +118,9 @@ def run(
             token_counts(splits[contracts.TRAIN], config),
             policy=train.warm_start_vocabulary,
         )
+        model = Drafter(config)
         model.load_packaged(warm.tensors())
-        model.recondition(rms)
+        model.recondition(plane_rms(reader, splits[contracts.TRAIN]))
     passes = Passes(
         drafter=model.to(device),
         frozen=frozen_tensors(weights, vocab, config, dtype=train.dtype, device=device),
@@ -256,19 +260,6 @@ def frozen_tensors(
         eps=weights.eps,
         draft_id=draft_ids(vocab, vocab_size=config.vocab_size).to(device),
     )
-
-
-def plane_rms(reader: ShardReader, samples: Sequence[Sample]) -> Tensor:
-    """Root mean square of every captured channel, float32 [A*H], over a spread of samples.
-
-    Without first tokens: attention sinks hold values a hundred times larger there.
-    """
-    total, count = torch.zeros(()), 0
-    for sample in samples[:: max(1, len(samples) // RMS_SAMPLES)]:
-        states = torch.from_numpy(reader.read(sample)).view(torch.bfloat16)[1:, :-1]
-        total = total + states.flatten(1).float().square().sum(0)
-        count += len(states)
-    return (total / max(count, 1)).sqrt()
 
 
 def gate_samples(reader: ShardReader, samples: Sequence[Sample]) -> dict[str, Tensor]:
