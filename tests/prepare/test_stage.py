@@ -14,13 +14,16 @@ from stages import contracts
 from stages.params import DOMAINS, Params, PrepareParams
 from stages.prepare import stage
 
-AUTHORED = Path(__file__).resolve().parents[2] / "data" / "authored"
+ROOT = Path(__file__).resolve().parents[2]
+AUTHORED = ROOT / "data" / "authored"
 Rows = list[dict[str, Any]]
 
 
 def run(params: Params, target: Path, out: Path, **changes: Any) -> contracts.Manifest:
     prepare = PrepareParams.model_validate({**params.prepare.model_dump(), **changes})
     out.parent.mkdir(exist_ok=True)
+    if not (data := out.parent / "data").exists():
+        data.symlink_to(ROOT / "data")  # what params.yaml names is relative to the project
     with chdir(out.parent):
         stage.run(prepare=prepare, target=target, authored=AUTHORED, out=out)
     return contracts.read_manifest(out, "prepare")
@@ -197,7 +200,7 @@ def test_too_many_overlaps_name_the_shared_phrase(
         "sources": sources,
         "num_train_prompts": 180,
         "evaluation_checksum": None,
-        "max_rejected_fraction": 0.05,
+        "max_rejected_fraction": 0.02,
     }
     with pytest.raises(ValueError, match=r"overlaps_evaluation.*answer the following.*boilerplate"):
         run(params, smol_target, tmp_path / "p", **changes)
