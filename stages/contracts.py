@@ -66,7 +66,9 @@ SAMPLES = pa.schema(
         ("num_tokens", pa.int32()),
         ("input_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.bool_())),
-        # float32 log-sum-exp of the target's full-vocabulary logits, one per True in loss_mask
+        # loss_mask, and with extract.prompt_tokens the prompt's tokens past what all samples share
+        ("supervised", pa.list_(pa.bool_())),
+        # float32 log-sum-exp of the target's full-vocabulary logits, one per True in supervised
         ("log_sum_exp", pa.list_(pa.float32())),
         ("sha256", pa.string()),  # of the sample's state bytes
     ]

@@ -103,6 +103,7 @@ class ExtractParams(Section):
     layer_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     byte_budget: Positive
     shard_bytes: Positive
+    prompt_tokens: bool
     max_rejected_fraction: Fraction
     max_attempts: Positive
 
@@ -163,6 +164,7 @@ class TrainParams(Section):
     budget_s: Annotated[float, Field(gt=0)] | None
     batch_tokens: Positive
     anchors_per_sample: Positive
+    prompt_anchors: bool
     optimizer: Literal["muon", "adamw"]
     muon_momentum: Annotated[float, Field(ge=0, lt=1)]
     learning_rate: Annotated[float, Field(gt=0)]

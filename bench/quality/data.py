@@ -25,6 +25,7 @@ from stages.serving.chat import Renderer, RenderError
 from stages.shards import ShardReader
 from stages.target import stage as target_stage
 from stages.train.stage import trainable
+from stages.train.supervision import own_tokens
 
 # The keys of params.yaml that decide the data; the others in these sections bound its making.
 DECIDES = {
@@ -41,7 +42,7 @@ DECIDES = {
         "loop_ngram",
         "loop_repeats",
     ),
-    "extract": ("layer_ids",),
+    "extract": ("layer_ids", "prompt_tokens"),
 }
 
 Sample = dict[str, Any]  # a row of contracts.SAMPLES; its domain is the set's name
@@ -56,7 +57,7 @@ class Data:
     reader: ShardReader
     layer_ids: tuple[int, ...]
     train: Sequence[Sample]
-    test: Sequence[Sample]
+    test: Sequence[Sample]  # own_tokens
     counts: dict[str, Any]
 
 
@@ -111,7 +112,7 @@ def load(folder: Path) -> Data:
         reader=reader,
         layer_ids=tuple(manifest.info["layer_ids"]),
         train=[s for s in samples if s["split"] == contracts.TRAIN],
-        test=[s for s in samples if s["split"] == contracts.VALIDATION],
+        test=[own_tokens(s) for s in samples if s["split"] == contracts.VALIDATION],
         counts={**prompts.counts, "left_out": prompts.rejected},
     )
 

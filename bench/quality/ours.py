@@ -10,6 +10,7 @@ from stages.params import TrainParams
 from stages.train import schedule
 from stages.train.optimizer import Optimizer
 from stages.train.start import fresh_drafter
+from stages.train.supervision import all_tokens, own_tokens
 
 
 class Ours:
@@ -19,7 +20,11 @@ class Ours:
         self._params: TrainParams = problem.train.model_copy(
             update={"seed": seed, "learning_rate": learning_rate}
         )
-        self._samples = problem.data.train
+        self._samples = (
+            all_tokens(problem.data.train)
+            if problem.train.prompt_anchors
+            else [own_tokens(sample) for sample in problem.data.train]
+        )
         self._drafter = fresh_drafter(
             problem.config,
             seed=seed,

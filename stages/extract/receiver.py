@@ -69,6 +69,7 @@ class Receiver:
     key_prefix: str
     max_attempts: int
     greedy: bool
+    prompt_start: int | None  # the first prompt token whose log-sum-exp is kept; None: none
     agreements: Journal  # {id, agreed, judged} a sample: survives an interruption
     agreement: Agreement = field(default_factory=Agreement)
     retried: Counter[str] = field(default_factory=Counter)  # attempts that failed, by reason
@@ -137,27 +138,36 @@ class Receiver:
                 "num_tokens": shape.num_tokens,
                 "input_ids": row["input_ids"],
                 "loss_mask": row["loss_mask"],
-                "log_sum_exp": self._log_sum_exp(states, row, shape),
+                "supervised": (mask := self._supervised(row["loss_mask"])),
+                "log_sum_exp": self._log_sum_exp(states, row, shape, mask),
                 "sha256": sha256,
             },
         )
+
+    def _supervised(self, loss_mask: list[bool]) -> list[bool]:
+        if self.prompt_start is None:
+            return loss_mask
+        end = len(loss_mask) - loss_mask[::-1].index(True) if any(loss_mask) else 0
+        return [own or self.prompt_start <= i < end for i, own in enumerate(loss_mask)]
 
     def _log_sum_exp(
         self,
         states: np.ndarray[Any, np.dtype[np.uint8]],
         row: Mapping[str, Any],
         shape: wire.StatesShape,
+        supervised: list[bool],
     ) -> list[float]:
-        """At every position with loss; counts the agreement with the produced tokens."""
+        """At every supervised position; counts the agreement with the produced tokens."""
         last = (
             torch.from_numpy(states)
             .view(torch.bfloat16)
             .view(shape.num_tokens, self.num_planes, self.hidden_size)[:, -1]
         )
-        loss_mask = torch.tensor(row["loss_mask"])
+        loss_mask, chosen = torch.tensor(row["loss_mask"]), torch.tensor(supervised)
         with torch.inference_mode():
-            sums, greedy = self.head.log_sum_exp_and_argmax(last[loss_mask])
+            sums, greedy = self.head.log_sum_exp_and_argmax(last[chosen])
         if self.greedy:
+            greedy = greedy[loss_mask[chosen]]
             following = torch.tensor([*row["input_ids"][1:], -1])[loss_mask]
             produced = torch.tensor([*row["loss_mask"][1:], False])[loss_mask]
             judged = int(produced.sum())

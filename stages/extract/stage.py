@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def run(
     )
     _check_bytes(rows, writer, num_planes=num_planes, hidden_size=hidden_size, extract=extract)
     # The responses' temperature is the conversations' own fact; params.yaml may have moved on.
+    prompt_start = shared_prefix(rows) if extract.prompt_tokens else None
     greedy = manifest.recipe["params"]["generate"]["temperature"] == 0
     done = {sample["id"] for sample in writer.samples}
     # The last ones first: a server that generated them, and whose cache holds not all of them any
@@ -77,6 +79,7 @@ def run(
                 writer=writer,
                 agreements=agreements,
                 greedy=greedy,
+                prompt_start=prompt_start,
                 target=target,
                 engine=engine,
                 extract=extract,
@@ -111,6 +114,7 @@ def run(
                 "samples": len(samples),
                 "tokens": sum(sample["num_tokens"] for sample in samples),
                 "loss_tokens": sum(sum(sample["loss_mask"]) for sample in samples),
+                "supervised_tokens": sum(sum(sample["supervised"]) for sample in samples),
                 "shards": 1 + max(sample["shard"] for sample in samples),
             },
             rejected=counts,
@@ -135,6 +139,16 @@ def run(
     shutil.rmtree(work)
     agreed = f"; logits agree with {agreement.share:.1%} of the greedy tokens" if greedy else ""
     print(f"extract: {len(samples)} samples, {sum(counts.values())} rejected{agreed}")
+
+
+def shared_prefix(rows: Sequence[Row]) -> int:
+    """How many tokens all conversations begin with: the template's and a system prompt."""
+    first, *others = (row["input_ids"] for row in rows)
+    shared = len(first)
+    for other in others:
+        pairs = zip(first[:shared], other, strict=False)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(shared, len(other)))
+    return shared
 
 
 def _check_bytes(
@@ -171,6 +185,7 @@ def _extract(
     writer: ShardWriter,
     agreements: Journal,
     greedy: bool,
+    prompt_start: int | None,
     target: Path,
     engine: EngineParams,
     extract: ExtractParams,
@@ -207,6 +222,7 @@ def _extract(
             key_prefix=key_prefix,
             max_attempts=extract.max_attempts,
             greedy=greedy,
+            prompt_start=prompt_start,
             agreements=agreements,
         )
         try:

@@ -29,6 +29,7 @@ from stages.train.distributed import join, parts
 from stages.train.loop import Trainer
 from stages.train.passes import Passes, Sample
 from stages.train.start import fresh_drafter, plane_rms
+from stages.train.supervision import all_tokens, own_tokens
 from stages.train.validation import Validator, replay
 from stages.weights import TargetWeights, is_tied, load_target_weights
 
@@ -79,12 +80,15 @@ def run(
     reader = ShardReader(hidden_states, states_manifest)
     samples = reader.samples()
     splits = {
-        split: [s for s in samples if s["split"] == split and trainable(s)]
+        split: [own_tokens(s) for s in samples if s["split"] == split and trainable(s)]
         for split in (contracts.TRAIN, contracts.VALIDATION)
     }
     for split, rows in splits.items():
         if not rows:
             raise ValueError(f"train: {hidden_states} has no {split} sample with two loss tokens")
+    learnt = splits[contracts.TRAIN]
+    if train.prompt_anchors:
+        learnt = all_tokens([s for s in samples if s["split"] == contracts.TRAIN and trainable(s)])
     device = ranks.device(services.train.device)
     needed = memory.estimate(
         config,
@@ -135,9 +139,7 @@ def run(
         num_anchors=train.validation_anchors,
         num_replayed=train.validation_replay_samples,
     )
-    progress = Trainer(
-        passes=passes, train=splits[contracts.TRAIN], validator=validator, folder=work
-    ).run()
+    progress = Trainer(passes=passes, train=learnt, validator=validator, folder=work).run()
     best = load_best(work, ranks)
     model.load_packaged(parts(best, model))
     unknown = {split: out_of_vocabulary(rows, vocab, config) for split, rows in splits.items()}

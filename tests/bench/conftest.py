@@ -46,7 +46,12 @@ def small_params(params: Params) -> Params:
         update={"draft_vocab_size": 40, "markov_rank": 8, "block_size": 4}
     )
     train = params.train.model_copy(
-        update={"dtype": "float32", "batch_tokens": 100, "anchors_per_sample": 4}
+        update={
+            "dtype": "float32",
+            "batch_tokens": 100,
+            "anchors_per_sample": 4,
+            "prompt_anchors": False,
+        }
     )
     extract = params.extract.model_copy(update={"layer_ids": LAYER_IDS})
     return params.model_copy(update={"drafter": drafter, "train": train, "extract": extract})
@@ -116,6 +121,7 @@ def _write_states(out: Path, pieces: Path, embedding: torch.Tensor) -> None:
             "num_tokens": 30,
             "input_ids": tokens[:-1],
             "loss_mask": [False] * 6 + [True] * 24,
+            "supervised": [False] * 6 + [True] * 24,
             "log_sum_exp": (logits @ embedding.T).logsumexp(-1)[6:].tolist(),
             "sha256": "",
         }

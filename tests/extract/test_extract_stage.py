@@ -109,7 +109,9 @@ def extract(
     return run
 
 
+@pytest.mark.parametrize("prompt_tokens", [False, True])
 def test_shards_hold_states_whose_logits_give_the_targets_own_tokens(
+    prompt_tokens: bool,
     extract: Callable[..., contracts.Manifest],
     extract_endpoint: Endpoint,
     given_services: Services,
@@ -120,7 +122,7 @@ def test_shards_hold_states_whose_logits_give_the_targets_own_tokens(
 
     rows = greedy_rows(extract_endpoint, 30)
     write_conversations(tmp_path / "conversations", rows, temperature=0.0)
-    manifest = extract(given_services)
+    manifest = extract(given_services, prompt_tokens=prompt_tokens)
     num_tokens = sum(len(ids) for ids, _ in rows)
     assert manifest.counts["samples"] == 30
     assert manifest.counts["tokens"] == num_tokens
@@ -134,7 +136,9 @@ def test_shards_hold_states_whose_logits_give_the_targets_own_tokens(
     assert [row["id"] for row in samples] == [f"c{index:04d}" for index in range(30)]
     for row, (ids, prompt) in zip(samples, rows, strict=True):
         assert row["input_ids"] == ids
-        last = torch.from_numpy(reader.read(row)).view(torch.bfloat16)[prompt:, -1].float()
+        start = 0 if prompt_tokens else prompt  # these prompts have no first token in common
+        assert row["supervised"] == [i >= start for i in range(len(ids))]
+        last = torch.from_numpy(reader.read(row)).view(torch.bfloat16)[start:, -1].float()
         with torch.inference_mode():
             logits = model.lm_head(model.model.norm(last))
         expected = logits.double().exp().sum(-1).log()

@@ -27,6 +27,7 @@ def sample(index: int, num_tokens: int) -> dict[str, Any]:
         "num_tokens": num_tokens,
         "input_ids": list(range(num_tokens)),
         "loss_mask": [True] * num_tokens,
+        "supervised": [True] * num_tokens,
         "log_sum_exp": [0.5] * num_tokens,
         "sha256": "",
     }

@@ -80,6 +80,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 "num_tokens": len(ids),
                 "input_ids": tokens,
                 "loss_mask": mask,
+                "supervised": mask,
                 "log_sum_exp": logits.logsumexp(-1)[torch.tensor(mask)].tolist(),
                 "sha256": "",
             }
@@ -108,6 +109,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "num_epochs": 40,
         "batch_tokens": 240,
         "anchors_per_sample": 8,
+        "prompt_anchors": False,
         "learning_rate": 0.01,
         "validations": 4,
         "validation_anchors": 8,

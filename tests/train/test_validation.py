@@ -39,6 +39,7 @@ def sample(index: int, *, num_tokens: int = TOKENS, looping: bool = False) -> Sa
         "num_tokens": num_tokens,
         "input_ids": torch.randint(2, 12, (num_tokens,), generator=generator).tolist(),
         "loss_mask": [i >= prompt for i in range(num_tokens)],
+        "supervised": [i >= prompt for i in range(num_tokens)],
         "log_sum_exp": [9.0] * (num_tokens - prompt),
         "looping": looping,
         "sha256": "",
