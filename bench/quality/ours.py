@@ -20,17 +20,14 @@ class Ours:
         self._params: TrainParams = problem.train.model_copy(
             update={"seed": seed, "learning_rate": learning_rate}
         )
-        self._samples = (
-            all_tokens(problem.data.train)
-            if problem.train.prompt_anchors
-            else [own_tokens(sample) for sample in problem.data.train]
-        )
+        own = [own_tokens(sample) for sample in problem.data.train]
+        self._samples = all_tokens(problem.data.train) if problem.train.prompt_anchors else own
         self._drafter = fresh_drafter(
             problem.config,
             seed=seed,
             weights=problem.weights,
             reader=problem.data.reader,
-            samples=self._samples,
+            samples=own,
         )
         self._passes = problem.passes(self._drafter, self._params)
         self._optimizer = Optimizer(self._drafter, self._params)

@@ -128,6 +128,7 @@ class Receiver:
             self.store.remove(key)  # hard pinned: whoever asked for it frees it, good or bad
         sha256 = wire.check_object(self.buffer, length=length, shape=shape)
         states = self.buffer[: shape.num_bytes]
+        supervised = self._supervised(row["loss_mask"])
         self.writer.append(
             states,
             {
@@ -138,8 +139,8 @@ class Receiver:
                 "num_tokens": shape.num_tokens,
                 "input_ids": row["input_ids"],
                 "loss_mask": row["loss_mask"],
-                "supervised": (mask := self._supervised(row["loss_mask"])),
-                "log_sum_exp": self._log_sum_exp(states, row, shape, mask),
+                "supervised": supervised,
+                "log_sum_exp": self._log_sum_exp(states, row, shape, supervised),
                 "sha256": sha256,
             },
         )

@@ -64,8 +64,8 @@ def run(
         shard_bytes=extract.shard_bytes,
     )
     _check_bytes(rows, writer, num_planes=num_planes, hidden_size=hidden_size, extract=extract)
-    # The responses' temperature is the conversations' own fact; params.yaml may have moved on.
     prompt_start = shared_prefix(rows) if extract.prompt_tokens else None
+    # The responses' temperature is the conversations' own fact; params.yaml may have moved on.
     greedy = manifest.recipe["params"]["generate"]["temperature"] == 0
     done = {sample["id"] for sample in writer.samples}
     # The last ones first: a server that generated them, and whose cache holds not all of them any

@@ -78,9 +78,9 @@ def run(
         recipe["inputs"]["warm_start"] = warm.checksum
     work = ranks.agreed(contracts.working_folder("train", recipe) if ranks.first else Path())
     reader = ShardReader(hidden_states, states_manifest)
-    samples = reader.samples()
+    samples = [sample for sample in reader.samples() if trainable(sample)]
     splits = {
-        split: [own_tokens(s) for s in samples if s["split"] == split and trainable(s)]
+        split: [own_tokens(sample) for sample in samples if sample["split"] == split]
         for split in (contracts.TRAIN, contracts.VALIDATION)
     }
     for split, rows in splits.items():
@@ -88,7 +88,7 @@ def run(
             raise ValueError(f"train: {hidden_states} has no {split} sample with two loss tokens")
     learnt = splits[contracts.TRAIN]
     if train.prompt_anchors:
-        learnt = all_tokens([s for s in samples if s["split"] == contracts.TRAIN and trainable(s)])
+        learnt = all_tokens([s for s in samples if s["split"] == contracts.TRAIN])
     device = ranks.device(services.train.device)
     needed = memory.estimate(
         config,
