@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -31,8 +32,9 @@ class TargetWeights(NamedTuple):
     lm_head: Tensor  # [V, H]; the embedding where the two are tied
     eps: float  # of the final norm
 
-    def head(self) -> TargetHead:
-        return TargetHead(self.norm, self.eps, self.lm_head)
+    def head(self, dtype: torch.dtype) -> TargetHead:
+        """`dtype` is of its products."""
+        return TargetHead(self.norm, self.eps, self.lm_head, dtype)
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:

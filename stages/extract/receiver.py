@@ -165,16 +165,16 @@ class Receiver:
             .view(shape.num_tokens, self.num_planes, self.hidden_size)[:, -1]
         )
         loss_mask, chosen = torch.tensor(row["loss_mask"]), torch.tensor(supervised)
+        following = torch.tensor([*row["input_ids"][1:], 0])
         with torch.inference_mode():
-            sums, greedy = self.head.log_sum_exp_and_argmax(last[chosen])
+            sums, greedy = self.head.log_sum_exp(last[chosen], following[chosen])
         if self.greedy:
-            greedy = greedy[loss_mask[chosen]]
-            following = torch.tensor([*row["input_ids"][1:], -1])[loss_mask]
             produced = torch.tensor([*row["loss_mask"][1:], False])[loss_mask]
-            judged = int(produced.sum())
-            agreed = int((greedy == following)[produced].sum())
-            self.agreements.append({"id": row["id"], "agreed": agreed, "judged": judged})
-            self.agreement.judged += judged
-            self.agreement.agreed += agreed
+            agreed = greedy[loss_mask[chosen]][produced]
+            self.agreements.append(
+                {"id": row["id"], "agreed": int(agreed.sum()), "judged": len(agreed)}
+            )
+            self.agreement.judged += len(agreed)
+            self.agreement.agreed += int(agreed.sum())
             self.agreement.check()
         return [float(value) for value in sums]

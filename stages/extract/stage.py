@@ -194,7 +194,9 @@ def _extract(
 ) -> dict[str, Rejected]:
     """Starts or finds the services and receives every pending row; the rejected ones, by id."""
     torch.set_num_threads(services.extract.num_threads)
-    head = load_target_weights(target).head()
+    head = load_target_weights(target).head(
+        torch.float32 if engine.dtype == "float32" else torch.bfloat16
+    )
     num_planes, hidden_size = len(extract.layer_ids) + 1, head.norm_weight.shape[0]
     largest = wire.StatesShape(
         max(len(row["input_ids"]) for row in pending), num_planes, hidden_size
