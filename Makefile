@@ -1,6 +1,8 @@
 # make retrain [PROFILE=quick] [SET="key=value ..."]   retrains the drafter and proves it
 # make test                                            every test that this machine can run
 # make bench-train [BENCH="--threads 1"]                our training step against speculators'
+# make bench-extract                                    extraction against plain prefill and transformers
+# make bench-cache                                      reading states against safetensors and Arrow
 # make bench-quality PROMPTS=DIR [SEED=n] [BUDGETS=300,1200]   ours against speculators' trainer
 # Each target makes .venv on first use; after that it costs nothing.
 
@@ -24,7 +26,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: bench-quality bench-train retrain test lint ui serve-flows setup lock
+.PHONY: bench-cache bench-extract bench-quality bench-train retrain test lint ui serve-flows setup lock
 .DEFAULT_GOAL := retrain
 
 retrain: setup
@@ -40,6 +42,12 @@ lint: setup .venv/.dev-installed
 
 bench-train: setup .venv/.dev-installed
 	@python -m bench.train_step $(BENCH)
+
+bench-extract: setup .venv/.dev-installed
+	@python -m bench.extract $(BENCH)
+
+bench-cache: setup .venv/.dev-installed
+	@python -m bench.cache $(BENCH)
 
 # BENCH takes further options, such as --all-rates or --data-only (docs/bench-quality.md).
 bench-quality: setup .venv/.dev-installed

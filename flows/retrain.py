@@ -42,7 +42,8 @@ RECORDED = (
     Path("services.yaml"),
 )
 SHARES_SERVER = frozenset({"generate", "extract"})
-"""Stages that use one extract-configured server in turn; it is ended before any other stage."""
+"""Stages that use extract-configured servers in turn; they are ended before any other stage. Where
+extract.mode is stream or tee, train is the last of them."""
 
 
 def _known_profile(name: str) -> str:
@@ -107,9 +108,10 @@ def retrain(profile: Profile, overrides: dict[OverrideKey, OverrideValue] | None
 def _run_stages() -> list[StageResult]:
     params = load_params()
     results = []
-    with launch.owned_services(layer_ids=params.extract.layer_ids) as services:
+    with launch.owned_services(extract=params.extract) as services:
         for stage in graph.stages_in_order():
-            if stage not in SHARES_SERVER:
+            streams = stage == "train" and params.extract.mode != "cache"
+            if stage not in SHARES_SERVER and not streams:
                 services.stop()
             named = reproduce.with_options(name=stage, task_run_name=stage)
             results.append(named(stage, services.environment))

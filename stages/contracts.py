@@ -22,10 +22,13 @@ import pyarrow.parquet as pq
 
 from stages.params import Section
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
 REJECTS = "rejects.jsonl"
 RUN_ROOT = Path("run")
+
+BFLOAT16, BFLOAT16_ZSTD, FLOAT8 = "bfloat16", "bfloat16_zstd", "float8_e4m3"
+"""Values of extract.encoding."""
 
 TRAIN, VALIDATION, EVALUATION = "train", "validation", "evaluation"
 SPLITS = (TRAIN, VALIDATION, EVALUATION)
@@ -76,13 +79,20 @@ SAMPLES = pa.schema(
 """hidden_states/samples.parquet: the sidecar, one row a sample."""
 
 
-def states_schema(num_planes: int, hidden_size: int) -> pa.Schema:
+def states_schema(num_planes: int, hidden_size: int, encoding: str = BFLOAT16) -> pa.Schema:
     """hidden_states/shard-*.parquet: one row a TOKEN, one row group a sample.
 
-    A row holds num_planes * hidden_size bfloat16 values, plane-major: the planes of
-    extract.layer_ids in order, then the last decoder layer's output BEFORE the final norm.
+    A row holds num_planes * hidden_size values, plane-major: the planes of extract.layer_ids in
+    order, then the last decoder layer's output BEFORE the final norm (serving/encoding.py).
     """
-    return pa.schema([("states", pa.binary(num_planes * hidden_size * 2))])
+    return pa.schema([("states", pa.binary(token_bytes(num_planes, hidden_size, encoding)))])
+
+
+def token_bytes(num_planes: int, hidden_size: int, encoding: str = BFLOAT16) -> int:
+    """Bytes of one token's states before any compression."""
+    if encoding != FLOAT8:
+        return num_planes * hidden_size * 2
+    return (num_planes - 1) * (hidden_size + 4) + hidden_size * 2
 
 
 class ArtifactError(ValueError):
@@ -182,7 +192,7 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> Manifest:
     if manifest.schema_version != SCHEMA_VERSION or manifest.kind != kind:
         raise ArtifactError(
             f"{path}: expected kind {kind!r}, schema {SCHEMA_VERSION}; "
-            f"found {manifest.kind!r}, schema {manifest.schema_version}"
+            f"found {manifest.kind!r}, schema {manifest.schema_version}; make it again"
         )
     if verify:
         for name, entry in manifest.files.items():

@@ -1,7 +1,7 @@
 """What decides a result (params.yaml) and where things run (services.yaml), typed and checked once.
 
 Neither file has defaults in code: a missing or unknown key is an error that names the file, the key
-and what was expected. Imports: the standard library, yaml, pydantic, section.py,
+and what was expected. Imports: the standard library, yaml, pydantic, section.py, services.py,
 sources.py and dspark/served.py.
 """
 
@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from stages.dspark.served import check_heads, check_served
 from stages.section import Fraction, Positive
 from stages.section import Section as Section
+from stages.services import Services as Services
 from stages.sources import AuthoredSource, Source
 
 PARAMS_FILE = Path("params.yaml")
@@ -99,13 +100,16 @@ class GenerateParams(Section):
 
 
 class ExtractParams(Section):
-    mode: Literal["cache"]
+    mode: Literal["cache", "stream", "tee"]
+    encoding: Literal["bfloat16", "bfloat16_zstd", "float8_e4m3"]
     layer_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     byte_budget: Positive
     shard_bytes: Positive
     prompt_tokens: bool
     max_rejected_fraction: Fraction
     max_attempts: Positive
+    canary_samples: Annotated[int, Field(ge=0)]
+    canary_limit: Annotated[float, Field(gt=0)]
 
     @field_validator("layer_ids")
     @classmethod
@@ -232,60 +236,6 @@ class Params(Section):
     train: TrainParams
     package: PackageParams
     evaluate: EvaluateParams
-
-
-class VllmServices(Section):
-    endpoint: str
-    num_threads: Positive
-    kv_cache_gib: Annotated[float, Field(gt=0)]
-    max_num_seqs: Positive
-    tensor_parallel_size: Positive
-    start_timeout_s: Annotated[float, Field(gt=0)]
-    request_timeout_s: Annotated[float, Field(gt=0)]
-    extra_args: list[str]
-
-
-class MooncakeServices(Section):
-    master: str
-    protocol: Literal["tcp", "rdma"]
-    device: str
-    segment_mib: Positive
-    local_buffer_mib: Positive
-    call_timeout_s: Annotated[float, Field(gt=0)]
-
-
-class GenerateServices(Section):
-    concurrency: Positive
-
-
-class ExtractServices(Section):
-    concurrency: Positive
-    num_threads: Positive
-    kv_cache_gib: Annotated[float, Field(gt=0)]
-
-
-class TrainServices(Section):
-    device: str
-    num_threads: Positive
-    num_processes: Positive
-    sharding: Literal["ddp", "fsdp2"]
-
-
-class EvaluateServices(Section):
-    drafter: str
-    baseline: str
-
-
-class Services(Section):
-    """All of services.yaml: placement, never part of a fingerprint."""
-
-    host: str
-    vllm: VllmServices
-    mooncake: MooncakeServices
-    generate: GenerateServices
-    extract: ExtractServices
-    train: TrainServices
-    evaluate: EvaluateServices
 
 
 def load_params(path: Path = PARAMS_FILE) -> Params:

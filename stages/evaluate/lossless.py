@@ -13,7 +13,7 @@ from typing import Any
 
 from stages.evaluate.prompts import Prompt
 from stages.params import EngineParams, Services
-from stages.serving.launch import vllm_environment
+from stages.serving.plans import vllm_environment
 
 MODES = ("batch_1", "batch_all")
 

@@ -25,9 +25,11 @@ from stages.evaluate.prompts import Prompt, first_of_each, read_prompts, room, s
 from stages.evaluate.responses import judged, read_draft_vocabulary
 from stages.journal import Journal
 from stages.params import EngineParams, EvaluateParams, GenerateParams, Services
+from stages.services import MANAGED
 from stages.serving import process
 from stages.serving.chat import Renderer
-from stages.serving.launch import MANAGED, Endpoint, on_cpu, vllm_server
+from stages.serving.launch import Endpoint, vllm_server
+from stages.serving.plans import on_cpu
 from stages.serving.speculative import read_drafter_config, speculative_arguments
 
 WARM_UP = "Count from one to thirty in words, one number a line."  # no evaluation prompt

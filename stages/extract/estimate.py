@@ -1,11 +1,6 @@
-"""How many bytes of states there will be, and whether they may and can be written. Pure."""
+"""Whether the bytes of states may and can be written. Pure."""
 
 from __future__ import annotations
-
-
-def states_bytes(*, num_tokens: int, num_planes: int, hidden_size: int) -> int:
-    """Bytes of bfloat16 states: tokens x planes x hidden x 2."""
-    return num_tokens * num_planes * hidden_size * 2
 
 
 def check_bytes(needed: int, *, budget: int, written: int, free: int) -> None:

@@ -1,36 +1,34 @@
 """Hidden states of every conversation: real vLLM -> Mooncake -> Parquet shards, checked on arrival.
 
-Cost: one prefill of each conversation (SmolLM2: about 1.4 ms of two cores a token) and
-tokens x planes x hidden x 2 bytes of disk, printed before anything starts. Shards are closed every
-few seconds: after a SIGKILL only what was not in a closed shard is asked again.
+With extract.mode cache, cost is one prefill of each conversation (SmolLM2: about 1.4 ms of two
+cores a token, less where the server generated it) and tokens x planes x hidden x 2 bytes of disk,
+printed before anything starts. Shards are closed every few seconds: after a SIGKILL only what was
+not in a closed shard is asked again. With stream and tee, training asks for the states itself, and
+this stage compares a few with transformers and lists the samples.
 """
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 from stages import contracts
 from stages.extract import estimate
-from stages.extract.receiver import Agreement, Receiver, Rejected
 from stages.journal import Journal
 from stages.params import EngineParams, ExtractParams, Services
-from stages.serving import wire
-from stages.serving.client import Client, run_bounded
-from stages.serving.launch import Endpoint, extract_server
-from stages.serving.store import Store, StoreSettings
+from stages.serving.launch import Endpoint, extract_servers
 from stages.shards import SAMPLES_FILE, ShardWriter
-from stages.weights import load_target_weights
+from stages.states import canary, stream
+from stages.states.receiver import Agreement, Rejected
+from stages.states.source import Sample
+from stages.states.stream import Streamed, StreamedStates
 
 AGREEMENTS = "agreements.jsonl"
-_STORE_SHARE = 0.8  # of the producer's segment that samples in flight may fill
 
 Row = dict[str, Any]  # of contracts.CONVERSATIONS
 
@@ -44,8 +42,8 @@ def run(
     conversations: Path,
     out: Path,
 ) -> None:
-    """Writes shards and samples.parquet. Raises ValueError for a budget, a service or a yield that
-    does not fit."""
+    """Writes shards and samples.parquet. Raises ValueError for a budget, a service, a canary or a
+    yield that does not fit."""
     target_manifest = contracts.read_manifest(target, "target")
     manifest = contracts.read_manifest(conversations, "generate")
     recipe = contracts.recipe(
@@ -56,36 +54,49 @@ def run(
     rows = contracts.read_table(conversations / "conversations.parquet", contracts.CONVERSATIONS)
     num_planes = len(extract.layer_ids) + 1
     hidden_size = int(target_manifest.info["hidden_size"])
+    wanted = unread_samples(rows, prompt_tokens=extract.prompt_tokens)
     writer = ShardWriter(
         work / "artifact",
         pieces=work / "pieces",
         num_planes=num_planes,
         hidden_size=hidden_size,
+        encoding=extract.encoding,
         shard_bytes=extract.shard_bytes,
     )
-    _check_bytes(rows, writer, num_planes=num_planes, hidden_size=hidden_size, extract=extract)
-    prompt_start = shared_prefix(rows) if extract.prompt_tokens else None
+    if extract.mode != "stream":
+        _check_bytes(wanted, writer, num_planes=num_planes, extract=extract)
     # The responses' temperature is the conversations' own fact; params.yaml may have moved on.
     greedy = manifest.recipe["params"]["generate"]["temperature"] == 0
     done = {sample["id"] for sample in writer.samples}
     # The last ones first: a server that generated them, and whose cache holds not all of them any
     # more, still has these.
-    pending = [row for row in reversed(rows) if row["id"] not in done]
+    pending = [sample for sample in reversed(wanted) if sample["id"] not in done]
     rejected: dict[str, Rejected] = {}
+    errors: list[float] | None = None
     with Journal(work / AGREEMENTS) as agreements:
         if pending:
-            rejected = _extract(
-                pending,
-                writer=writer,
-                agreements=agreements,
-                greedy=greedy,
-                prompt_start=prompt_start,
-                target=target,
-                engine=engine,
-                extract=extract,
-                services=services,
-                key_prefix=f"dspark-{contracts.fingerprint(recipe)[:16]}",
-            )
+            torch.set_num_threads(services.extract.num_threads)
+            with (
+                extract_servers(
+                    target=target, engine=engine, extract=extract, services=services
+                ) as endpoints,
+                stream.opened(
+                    endpoints,
+                    target=target,
+                    engine=engine,
+                    extract=extract,
+                    services=services,
+                    key_prefix=f"dspark-{contracts.fingerprint(recipe)[:16]}",
+                    greedy=greedy,
+                    num_samples=len(wanted),
+                ) as source,
+            ):
+                errors = _check_canary(
+                    source, pending, extract, target, target_manifest, endpoints=endpoints
+                )
+                if extract.mode == "cache":
+                    _receive_all(source, pending, writer=writer, agreements=agreements)
+                    rejected = source.rejected
         counted = {row["id"]: row for row in agreements.rows}
     agreement = Agreement(
         agreed=sum(row["agreed"] for row in counted.values()),
@@ -99,8 +110,10 @@ def run(
             for name, refusal in sorted(rejected.items())
         ],
     )
-    kept = {sample["id"]: sample for sample in writer.samples}
-    samples = [kept[row["id"]] for row in rows if row["id"] in kept]
+    samples = wanted
+    if extract.mode == "cache":
+        kept = {sample["id"]: sample for sample in writer.samples}
+        samples = [kept[sample["id"]] for sample in wanted if sample["id"] in kept]
     contracts.check_yield(
         "extract", kept=len(samples), rejected=counts, limit=extract.max_rejected_fraction
     )
@@ -119,26 +132,58 @@ def run(
             },
             rejected=counts,
             info={
+                "mode": extract.mode,
                 "layer_ids": list(extract.layer_ids),
                 "num_planes": num_planes,
                 "hidden_size": hidden_size,
-                "dtype": "bfloat16",
+                "encoding": extract.encoding,
                 "last_plane": "output of the last decoder layer, before the final norm",
-                "bytes_per_token": num_planes * hidden_size * 2,
+                "bytes_per_token": contracts.token_bytes(num_planes, hidden_size, extract.encoding),
                 "target_content": target_manifest.content,
                 **{
                     name: target_manifest.info[name]
                     for name in ("tokenizer_sha256", "chat_template_sha256", "weights_sha256")
                 },
-                "greedy_agreement": agreement.share if greedy else None,
+                "greedy": greedy,
+                "greedy_agreement": agreement.share if agreement.judged else None,
                 "greedy_tokens_judged": agreement.judged,
+                "canary_relative_errors": errors,
             },
         ),
     )
     contracts.publish(work / "artifact", out)
     shutil.rmtree(work)
+    if extract.mode != "cache":
+        print(f"extract: {len(samples)} samples listed for training to {extract.mode}")
+        return
     agreed = f"; logits agree with {agreement.share:.1%} of the greedy tokens" if greedy else ""
     print(f"extract: {len(samples)} samples, {sum(counts.values())} rejected{agreed}")
+
+
+def unread_samples(rows: Sequence[Row], *, prompt_tokens: bool) -> list[Sample]:
+    """Rows of contracts.SAMPLES whose states are still to come."""
+    start = shared_prefix(rows) if prompt_tokens else None
+    names = ("id", "domain", "split", "looping", "input_ids", "loss_mask")
+    return [
+        {
+            **{name: row[name] for name in names},
+            "num_tokens": len(row["input_ids"]),
+            "supervised": _supervised(row["loss_mask"], start),
+            "log_sum_exp": [],
+            "sha256": "",
+            "shard": -1,
+            "row_group": -1,
+        }
+        for row in rows
+    ]
+
+
+def _supervised(loss_mask: list[bool], start: int | None) -> list[bool]:
+    """loss_mask, and with `start` every token from there up to the last with loss."""
+    if start is None:
+        return loss_mask
+    end = len(loss_mask) - loss_mask[::-1].index(True) if any(loss_mask) else 0
+    return [own or start <= i < end for i, own in enumerate(loss_mask)]
 
 
 def shared_prefix(rows: Sequence[Row]) -> int:
@@ -152,136 +197,88 @@ def shared_prefix(rows: Sequence[Row]) -> int:
 
 
 def _check_bytes(
-    rows: list[Row],
-    writer: ShardWriter,
-    *,
-    num_planes: int,
-    hidden_size: int,
-    extract: ExtractParams,
+    wanted: list[Sample], writer: ShardWriter, *, num_planes: int, extract: ExtractParams
 ) -> None:
     """Prints the estimate and refuses what is above the budget or does not fit on the disk."""
-    num_tokens = sum(len(row["input_ids"]) for row in rows)
-    needed = estimate.states_bytes(
-        num_tokens=num_tokens, num_planes=num_planes, hidden_size=hidden_size
-    )
-    written = estimate.states_bytes(
-        num_tokens=sum(sample["num_tokens"] for sample in writer.samples),
-        num_planes=num_planes,
-        hidden_size=hidden_size,
-    )
+    num_tokens = sum(sample["num_tokens"] for sample in wanted)
+    each = contracts.token_bytes(num_planes, writer.hidden_size, extract.encoding)
+    needed = num_tokens * each
+    written = sum(sample["num_tokens"] for sample in writer.samples) * each
     free = shutil.disk_usage(writer.folder).free
     print(
-        f"extract: {num_tokens:,} tokens x {num_planes} planes x {hidden_size} x 2 bytes = "
-        f"{needed / 1e9:.2f} GB (budget {extract.byte_budget / 1e9:.2f} GB, {written / 1e9:.2f} GB "
-        f"already there, {free / 1e9:.0f} GB free)",
+        f"extract: {num_tokens:,} tokens x {each:,} bytes ({num_planes} planes of "
+        f"{writer.hidden_size}, {extract.encoding}) = {needed / 1e9:.2f} GB (budget "
+        f"{extract.byte_budget / 1e9:.2f} GB, {written / 1e9:.2f} GB already there, "
+        f"{free / 1e9:.0f} GB free)",
         flush=True,
     )
     estimate.check_bytes(needed, budget=extract.byte_budget, written=written, free=free)
 
 
-def _extract(
-    pending: list[Row],
+def _check_canary(
+    source: StreamedStates,
+    pending: Sequence[Sample],
+    extract: ExtractParams,
+    target: Path,
+    target_manifest: contracts.Manifest,
+    *,
+    endpoints: Sequence[Endpoint],
+) -> list[float] | None:
+    """The canary's errors by plane; compulsory for servers that somebody else runs."""
+    given = [endpoint.url for endpoint in endpoints if endpoint.log is None]
+    if not extract.canary_samples:
+        if given:
+            raise ValueError(
+                f"extract.canary_samples is 0, but {given[0]} is a given server: its states must "
+                "be compared with the target's; set it to 1 or more"
+            )
+        return None
+    return canary.check(
+        source,
+        canary.chosen(pending, count=extract.canary_samples),
+        target=target,
+        layer_ids=extract.layer_ids,
+        limit=extract.canary_limit,
+        trust_remote_code=target_manifest.recipe["params"]["target"]["trust_remote_code"],
+    )
+
+
+def _receive_all(
+    source: StreamedStates,
+    pending: Sequence[Sample],
     *,
     writer: ShardWriter,
     agreements: Journal,
-    greedy: bool,
-    prompt_start: int | None,
-    target: Path,
-    engine: EngineParams,
-    extract: ExtractParams,
-    services: Services,
-    key_prefix: str,
-) -> dict[str, Rejected]:
-    """Starts or finds the services and receives every pending row; the rejected ones, by id."""
-    torch.set_num_threads(services.extract.num_threads)
-    head = load_target_weights(target).head(
-        torch.float32 if engine.dtype == "float32" else torch.bfloat16
-    )
-    num_planes, hidden_size = len(extract.layer_ids) + 1, head.norm_weight.shape[0]
-    largest = wire.StatesShape(
-        max(len(row["input_ids"]) for row in pending), num_planes, hidden_size
-    ).object_bytes
-    concurrency = _concurrency(largest, services=services)
-    with extract_server(
-        target=target, engine=engine, extract=extract, services=services
-    ) as endpoint:
-        assert endpoint.master is not None, "an extract server has a master"
-        store = Store(
-            StoreSettings.of(
-                services.mooncake, master=endpoint.master, host=services.host, producer=False
-            )
-        )
-        buffer = np.empty(largest, np.uint8)
-        store.register(buffer.ctypes.data, largest)
-        store.remove_prefix(key_prefix)  # what an interrupted run left pinned
-        receiver = Receiver(
-            store=store,
-            buffer=buffer,
-            writer=writer,
-            head=head,
-            num_planes=num_planes,
-            hidden_size=hidden_size,
-            key_prefix=key_prefix,
-            max_attempts=extract.max_attempts,
-            greedy=greedy,
-            prompt_start=prompt_start,
-            agreements=agreements,
-        )
-        try:
-            return asyncio.run(
-                _receive_all(
-                    pending,
-                    receiver=receiver,
-                    endpoint=endpoint,
-                    services=services,
-                    concurrency=concurrency,
-                )
-            )
-        finally:
-            receiver.close()
-            store.close()
-
-
-def _concurrency(largest: int, *, services: Services) -> int:
-    """Requests in flight: as services say, or as many as the store has room for."""
-    segment = services.mooncake.segment_mib * 2**20
-    room = int(segment * _STORE_SHARE) // largest
-    if room == 0:
-        raise ValueError(
-            f"the largest sample has {largest:,} bytes, too many for mooncake.segment_mib="
-            f"{services.mooncake.segment_mib} (services.yaml); raise it"
-        )
-    if room < services.extract.concurrency:
-        print(
-            f"extract: {room} requests in flight instead of {services.extract.concurrency}, as "
-            "mooncake.segment_mib has no room for more"
-        )
-    return min(room, services.extract.concurrency)
-
-
-async def _receive_all(
-    pending: list[Row],
-    *,
-    receiver: Receiver,
-    endpoint: Endpoint,
-    services: Services,
-    concurrency: int,
-) -> dict[str, Rejected]:
-    rejected: dict[str, Rejected] = {}
-    async with Client(
-        endpoint.url, model=endpoint.model, timeout_s=services.vllm.request_timeout_s
-    ) as client:
-
-        async def one(row: Row) -> Rejected | None:
-            return await receiver.receive(row, client=client)
-
-        num_tokens = sum(len(row["input_ids"]) for row in pending)
-        with tqdm(total=num_tokens, desc="extract", unit="tok", mininterval=1.0) as progress:
-            async for row, refusal in run_bounded(pending, one, concurrency=concurrency):
-                if refusal is not None:
-                    rejected[row["id"]] = refusal
-                progress.set_postfix_str(f"{len(rejected)} rejected", refresh=False)
-                progress.update(len(row["input_ids"]))
-    if receiver.retried:
-        print(f"extract: asked again or given up, by reason: {dict(receiver.retried)}")
-    return rejected
+) -> None:
+    """Writes what arrives; what was written is in closed shards even where this raises."""
+    num_tokens = sum(sample["num_tokens"] for sample in pending)
+    try:
+        with (
+            source.read(pending) as states,
+            tqdm(total=num_tokens, desc="extract", unit="tok", mininterval=1.0) as progress,
+        ):
+            for sample, loaded in zip(pending, states, strict=True):
+                if loaded is not None:
+                    assert isinstance(loaded, Streamed)
+                    received = loaded.received
+                    writer.append(
+                        received.payload,
+                        {
+                            **sample,
+                            "log_sum_exp": received.log_sum_exp.tolist(),
+                            "sha256": received.sha256,
+                        },
+                    )
+                    agreements.append(
+                        {
+                            "id": sample["id"],
+                            "agreed": received.agreed,
+                            "judged": received.judged,
+                        }
+                    )
+                progress.set_postfix_str(f"{len(source.rejected)} rejected", refresh=False)
+                progress.update(sample["num_tokens"])
+    finally:
+        writer.close()
+    if source.retried:
+        print(f"extract: asked again or given up, by reason: {source.retried}")

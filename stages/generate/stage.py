@@ -12,6 +12,7 @@ import json
 import shutil
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from stages.generate.conversations import Rejected
 from stages.journal import Journal
 from stages.params import EngineParams, GenerateParams, Services
 from stages.serving.chat import Renderer, RenderError
-from stages.serving.client import Client, Completion, RequestRefused, run_bounded
-from stages.serving.launch import Endpoint, generate_server
+from stages.serving.client import Completion, RequestRefused, run_bounded
+from stages.serving.launch import Endpoint, generate_servers
+from stages.serving.pool import Pool
 
 JOURNAL = "responses.jsonl"
 PROMPT_FILES = (f"{contracts.TRAIN}.parquet", f"{contracts.VALIDATION}.parquet")
@@ -62,16 +64,16 @@ def run(
         done = {row["id"] for row in journal.rows}
         pending = [prompt for prompt in rows if prompt["id"] in rendered.keys() - done]
         if pending:
-            with generate_server(
+            with generate_servers(
                 target=target, engine=engine, generate=generate, services=services
-            ) as endpoint:
+            ) as endpoints:
                 asyncio.run(
                     _ask(
                         pending,
                         rendered=rendered,
                         generate=generate,
                         services=services,
-                        endpoint=endpoint,
+                        endpoints=endpoints,
                         journal=journal,
                     )
                 )
@@ -134,14 +136,14 @@ async def _ask(
     rendered: dict[str, list[int]],
     generate: GenerateParams,
     services: Services,
-    endpoint: Endpoint,
+    endpoints: Sequence[Endpoint],
     journal: Journal,
 ) -> None:
     """Sends every pending prompt and appends {id, token_ids, finish_reason} or {id, refused}."""
 
     async def one(prompt: Prompt) -> Completion | RequestRefused:
         try:
-            return await client.complete(
+            return await pool.complete(
                 rendered[prompt["id"]],
                 max_tokens=generate.max_tokens,
                 temperature=generate.temperature,
@@ -152,9 +154,7 @@ async def _ask(
 
     num_tokens = 0
     start = time.monotonic()
-    async with Client(
-        endpoint.url, model=endpoint.model, timeout_s=services.vllm.request_timeout_s
-    ) as client:
+    async with Pool.of(endpoints, services.vllm) as pool:
         with tqdm(total=len(pending), desc="generate", unit="row", mininterval=1.0) as progress:
             async for prompt, answer in run_bounded(
                 pending, one, concurrency=services.generate.concurrency

@@ -22,7 +22,7 @@ from stages.dspark.draft import Draft, draft_greedy
 from stages.dspark.model import Drafter
 from stages.package.check import PackageError
 from stages.params import PackageParams, Services
-from stages.serving.launch import on_cpu, vllm_environment
+from stages.serving.plans import on_cpu, vllm_environment
 from stages.weights import TargetWeights
 
 

@@ -20,6 +20,8 @@ import aiohttp
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+_HEALTH_S = 5.0
+
 
 class EndpointError(ValueError):
     """The endpoint cannot be reached, broke off or answered with a server's error."""
@@ -130,6 +132,14 @@ class Client:
                     f"did not answer in {self._timeout_s:.0f} s (vllm.request_timeout_s)"
                 ) from None
         raise AssertionError("unreachable")
+
+    async def healthy(self) -> bool:
+        """Whether the endpoint's /health answers, within seconds."""
+        try:
+            await asyncio.wait_for(self._get("/health"), timeout=_HEALTH_S)
+        except (EndpointError, TimeoutError):
+            return False
+        return True
 
     async def metrics(self) -> str:
         """The endpoint's /metrics page (Prometheus text)."""

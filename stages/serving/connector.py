@@ -31,7 +31,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
-from stages.serving import wire
+from stages.serving import encoding, wire
 from stages.serving.store import Store, StoreError, StoreSettings
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._num_planes = len(layer_ids)
         self._hidden_size = vllm_config.model_config.get_hidden_size()
         self._group = _states_group(kv_cache_config)
+        self._encoding: str = self._kv_transfer_config.kv_connector_extra_config["encoding"]
         self._asks: dict[str, _Ask] = {}
         self._cache: torch.Tensor | None = None  # [blocks, P, B, H]
         self._store: Store | None = None
@@ -149,7 +150,7 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         ask = self._asks.pop(request.request_id, None)
         if ask is None or not ask.published:
             return False, None
-        shape = wire.StatesShape(ask.num_tokens, self._num_planes, self._hidden_size)
+        shape = self._shape(ask.num_tokens)
         return False, wire.reply(ask.key, shape)
 
     def request_finished_all_groups(
@@ -174,9 +175,7 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
                 f"{tuple(self._cache.shape)}; this layout of vLLM's cache is not supported"
             )
         extra = self._kv_transfer_config.kv_connector_extra_config
-        longest = wire.StatesShape(
-            self._vllm_config.model_config.max_model_len, self._num_planes, self._hidden_size
-        )
+        longest = self._shape(self._vllm_config.model_config.max_model_len)
         self._buffer = torch.empty(
             longest.object_bytes, dtype=torch.uint8, pin_memory=self._cache.is_cuda
         )
@@ -186,7 +185,7 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
                 host=extra["host"],
                 protocol=extra["protocol"],
                 device=extra["device"],
-                segment_bytes=extra["segment_mib"] * 2**20,
+                segment_bytes=extra["segment_bytes"],
                 local_buffer_bytes=extra["local_buffer_mib"] * 2**20,
                 call_timeout_s=extra["call_timeout_s"],
             )
@@ -222,19 +221,22 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._buffer is not None
         assert self._store is not None
         block_tokens = self._cache.shape[2]
-        shape = wire.StatesShape(job.num_tokens, self._num_planes, self._hidden_size)
+        shape = self._shape(job.num_tokens)
         needed = -(-job.num_tokens // block_tokens)
         blocks = torch.tensor(job.block_ids[:needed], device=self._cache.device)
         assert len(blocks) == needed, "blocks cover the prompt"
         # [n, P, B, H] -> [n * B, P, H] -> [T, P, H]
         states = self._cache[blocks].transpose(1, 2).flatten(0, 1)[: job.num_tokens]
         payload = self._buffer[: shape.num_bytes]
-        payload.view(torch.bfloat16).view(states.shape).copy_(states)
+        payload.view(job.num_tokens, -1).copy_(encoding.encode(states, self._encoding))
         digest = torch.frombuffer(bytearray(wire.seal(payload.numpy())), dtype=torch.uint8)
         self._buffer[shape.num_bytes : shape.object_bytes] = digest
         self._store.put(
             job.key, self._buffer.data_ptr(), shape.object_bytes, wait_s=FULL_STORE_WAIT_S
         )
+
+    def _shape(self, num_tokens: int) -> wire.StatesShape:
+        return wire.StatesShape(num_tokens, self._num_planes, self._hidden_size, self._encoding)
 
     def shutdown(self) -> None:
         # Closing the store takes 2 s and the process ends anyway: the master notices.

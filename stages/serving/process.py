@@ -19,7 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,10 @@ class Plan:
     host: str
     health: str | None
     start_timeout_s: float
+
+    def on_devices(self, names: str) -> Plan:
+        """The same server on these CUDA devices ("0", or "2,3")."""
+        return replace(self, environment={**self.environment, "CUDA_VISIBLE_DEVICES": names})
 
     @property
     def fingerprint(self) -> str:

@@ -24,9 +24,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from stages.params import MooncakeServices
+from stages.services import MooncakeServices
 
-_MISSING, _NOT_FINISHED = -704, -703
+_MISSING, _NOT_FINISHED, _LEASE_EXPIRED = -704, -703, -707
 _NO_SPACE, _TOO_LARGE = -200, -600
 _TRANSFER_FAILED = -800
 _MASTER_GONE = (-900, -901)
@@ -71,14 +71,14 @@ class StoreSettings:
 
     @classmethod
     def of(
-        cls, mooncake: MooncakeServices, *, master: str, host: str, producer: bool
+        cls, mooncake: MooncakeServices, *, master: str, host: str, segment_bytes: int = 0
     ) -> StoreSettings:
         return cls(
             master=master,
             host=host,
             protocol=mooncake.protocol,
             device=mooncake.device,
-            segment_bytes=mooncake.segment_mib * 2**20 if producer else 0,
+            segment_bytes=segment_bytes,
             local_buffer_bytes=mooncake.local_buffer_mib * 2**20,
             call_timeout_s=mooncake.call_timeout_s,
         )
@@ -117,6 +117,10 @@ class Store:
                 settings.master,
             ),
         )
+        if code == _TOO_LARGE:
+            raise StoreError(
+                f"Mooncake does not take a segment of {settings.segment_bytes:,} bytes", code=code
+            )
         if code != 0:
             raise StoreUnreachable(f"no Mooncake master answers at {settings.master}", code=code)
 
@@ -194,12 +198,14 @@ class Store:
             self._dead = True
 
     def _failure(self, what: str, code: int) -> StoreError:
-        if code in (_MISSING, _NOT_FINISHED, _TRANSFER_FAILED):
-            return ObjectMissing(f"{what}: it is gone or was never published", code=code)
+        if code in (_MISSING, _NOT_FINISHED, _LEASE_EXPIRED, _TRANSFER_FAILED):
+            return ObjectMissing(
+                f"{what}: it is gone, was never published, or was not sent in time", code=code
+            )
         if code in (_NO_SPACE, _TOO_LARGE):
             return StoreFull(
-                f"{what}: the store is full; raise mooncake.segment_mib or lower "
-                "extract.concurrency in services.yaml",
+                f"{what}: the store is full; a reader is slow or dead, or "
+                "extract.in_flight_mib (services.yaml) is too small",
                 code=code,
             )
         if code in _MASTER_GONE:

@@ -2,8 +2,8 @@
 
 A request asks with kv_transfer_params {"states_key": KEY}; KEY is the receiver's, new for every
 attempt, so it can remove the object even when the response never came. The response carries
-kv_transfer_params {"states_key", "num_tokens", "num_planes", "hidden_size"}. The object is the
-states, bfloat16 [T, P, H] (T prompt tokens, P planes, H hidden size), then their sha256: vLLM
+kv_transfer_params {"states_key", "num_tokens", "num_planes", "hidden_size", "encoding"}. The object
+is the states of T prompt tokens (P planes, H hidden size, see encoding.py), then their sha256: vLLM
 fixes the response's parameters before a worker can report, so the checksum travels with the bytes.
 """
 
@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from stages.contracts import BFLOAT16, token_bytes
+
 STATES_KEY = "states_key"
-BYTES_PER_VALUE = 2  # bfloat16
 DIGEST_BYTES = 32
 
 
@@ -38,10 +39,15 @@ class StatesShape:
     num_tokens: int
     num_planes: int
     hidden_size: int
+    encoding: str = BFLOAT16
+
+    @property
+    def token_bytes(self) -> int:
+        return token_bytes(self.num_planes, self.hidden_size, self.encoding)
 
     @property
     def num_bytes(self) -> int:
-        return self.num_tokens * self.num_planes * self.hidden_size * BYTES_PER_VALUE
+        return self.num_tokens * self.token_bytes
 
     @property
     def object_bytes(self) -> int:
@@ -60,6 +66,7 @@ def reply(key: str, shape: StatesShape) -> dict[str, Any]:
         "num_tokens": shape.num_tokens,
         "num_planes": shape.num_planes,
         "hidden_size": shape.hidden_size,
+        "encoding": shape.encoding,
     }
 
 
@@ -84,7 +91,7 @@ def seal(states: npt.NDArray[np.uint8]) -> bytes:
 def check_object(received: npt.NDArray[np.uint8], *, length: int, shape: StatesShape) -> str:
     """Checks an object of `length` bytes at the start of `received`; returns its sha256 (hex).
 
-    Raises BadStates: wrong_length, bad_checksum or not_finite.
+    Raises BadStates: wrong_length or bad_checksum.
     """
     if length != shape.object_bytes:
         raise BadStates(
@@ -96,8 +103,4 @@ def check_object(received: npt.NDArray[np.uint8], *, length: int, shape: StatesS
     sent = received[shape.num_bytes : shape.object_bytes].tobytes()
     if digest != sent:
         raise BadStates("bad_checksum", f"expected sha256 {sent.hex()}, received {digest.hex()}")
-    # bfloat16 with all exponent bits set is an infinity or a NaN.
-    bits = states.view(np.uint16)
-    if bool(np.any((bits & np.uint16(0x7F80)) == np.uint16(0x7F80))):
-        raise BadStates("not_finite", "the states hold NaN or infinity")
     return digest.hex()

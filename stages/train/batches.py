@@ -7,14 +7,14 @@ to a token budget, and the batches are shuffled again. One copy a document: shar
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from stages.dspark.slots import sample_anchors
 from stages.dspark.step import Batch
-from stages.shards import ShardReader
+from stages.states.source import Loaded, Sample
+from stages.train.supervision import Mask
 
 POOL_BATCHES = 16
 
@@ -41,34 +41,42 @@ def plan_epoch(lengths: Sequence[int], *, batch_tokens: int, seed: int) -> list[
 
 
 def load_batch(
-    reader: ShardReader,
-    samples: Sequence[dict[str, Any]],
+    samples: Sequence[Sample],
+    loaded: Iterator[Loaded | None],
     *,
+    num_planes: int,
+    hidden_size: int,
     num_anchors: int,
     seeds: Sequence[int],
+    mask: Mask = "loss_mask",
 ) -> Batch:
-    """Reads and pads the samples' rows, and draws their anchors (one seed a sample).
+    """Takes the samples' states, which are the next of `loaded`, pads them, and draws their anchors
+    (one seed a sample). A rejected sample is zeros without a block.
 
     planes and last are bfloat16, as stored.
     """
     num_tokens = max(sample["num_tokens"] for sample in samples)
-    num_planes, hidden = reader.num_planes, reader.hidden_size
+    hidden = hidden_size
     shape = (len(samples), num_tokens)
     states = torch.zeros((*shape, num_planes * hidden), dtype=torch.bfloat16)
     input_ids = torch.zeros(shape, dtype=torch.int64)
     loss_mask = torch.zeros(shape, dtype=torch.bool)
     log_sum_exp = torch.zeros(shape)
     for row, sample in enumerate(samples):
+        found = next(loaded)
+        if found is None:
+            continue
         length = sample["num_tokens"]
-        raw = torch.from_numpy(reader.read(sample)).view(torch.bfloat16)
-        states[row, :length] = raw.view(length, num_planes * hidden)
+        states[row, :length] = found.states.view(length, num_planes * hidden)
         input_ids[row, :length] = torch.as_tensor(sample["input_ids"])
-        loss_mask[row, :length] = torch.as_tensor(sample["loss_mask"])
-        log_sum_exp[row][loss_mask[row]] = torch.as_tensor(sample["log_sum_exp"])
+        loss_mask[row, :length] = torch.as_tensor(sample[mask])
+        supervised = torch.as_tensor(sample["supervised"])
+        log_sum_exp[row, :length][supervised] = found.log_sum_exp
+    log_sum_exp *= loss_mask
     anchors = torch.stack(
         [
-            sample_anchors(mask, num_anchors=num_anchors, seed=seed)
-            for mask, seed in zip(loss_mask, seeds, strict=True)
+            sample_anchors(row, num_anchors=num_anchors, seed=seed)
+            for row, seed in zip(loss_mask, seeds, strict=True)
         ]
     )
     split = (num_planes - 1) * hidden

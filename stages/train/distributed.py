@@ -30,7 +30,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stages.dspark.model import Layer
-from stages.params import TrainServices
+from stages.services import TrainServices
+from stages.serving.launch import OWNER, SERVICES_OWNER, services_owner
 
 T = TypeVar("T")
 LET_GO_S = 0.5
@@ -74,6 +75,14 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def gathered(self, values: dict[str, str]) -> dict[str, str]:
+        """The ranks' small dictionaries as one, on all of them."""
+        if self.sharding is None:
+            return values
+        found: list[dict[str, str]] = [{}] * self.size
+        dist.all_gather_object(found, values)
+        return {name: value for one in found for name, value in one.items()}
 
     def agreed_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rank 0's named CPU tensors, on all of them; the others' are not looked at."""
@@ -188,7 +197,8 @@ def launch(services: TrainServices) -> None:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         **os.environ,
-        "DSPARK_OWNER": "-",
+        SERVICES_OWNER: services_owner() or "",
+        OWNER: "-",
     }
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     with subprocess.Popen(

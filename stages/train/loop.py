@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from stages.states.source import Loaded, Sample
 from stages.train import schedule
 from stages.train.checkpoint import BEST, Progress, resume, save_best, save_latest
 from stages.train.curves import SELECTED_BY, curve_row
 from stages.train.distributed import whole
 from stages.train.divergence import Divergence, Watch
 from stages.train.optimizer import Optimizer
-from stages.train.passes import Passes, Sample
+from stages.train.passes import Passes
 from stages.train.report import Bar
+from stages.train.supervision import Mask
 from stages.train.validation import Validator
 
 
@@ -32,6 +34,7 @@ class Trainer:
 
     passes: Passes
     train: Sequence[Sample]
+    mask: Mask  # the tokens that it trains on
     validator: Validator
     folder: Path
 
@@ -46,15 +49,21 @@ class Trainer:
         if progress.num_steps is None:
             progress.num_steps = schedule.known_steps(lengths, params)
         plan = itertools.islice(schedule.plan(lengths, params), progress.step, None)
+        ahead = itertools.islice(schedule.plan(lengths, params), progress.step, progress.num_steps)
         watch = Watch(params)
-        with Bar(progress, params, shown=ranks.first) as bar:
+        with (
+            Bar(progress, params, shown=ranks.first) as bar,
+            self.passes.source.read(
+                self.passes.upcoming(self.train, (documents for _, documents in ahead))
+            ) as states,
+        ):
             saved_at = time.monotonic()
             while progress.step != progress.num_steps and not schedule.stalled(
                 progress.curve, params
             ):
                 started = time.monotonic()
                 epoch, documents = next(plan)
-                loss = self._step(optimizer, watch, progress, epoch, documents)
+                loss = self._step(optimizer, watch, progress, epoch, documents, states)
                 seconds = time.monotonic() - started
                 progress.add(loss, seconds=seconds)
                 bar.step(progress, loss=loss, seconds=seconds)
@@ -125,14 +134,17 @@ class Trainer:
         progress: Progress,
         epoch: int,
         documents: list[int],
+        states: Iterator[Loaded | None],
     ) -> float:
         drafter, params = self.passes.drafter, self.passes.params
         seed = schedule.epoch_seed(params, epoch)
         own, loaded = self.passes.share(documents)
         batch = self.passes.load(
             [self.train[i] for i in loaded],
+            states,
             params.anchors_per_sample,
             [seed * 1_000_003 + document for document in loaded],
+            mask=self.mask,
             without_blocks=not own,
         )
         result = self.passes.forward(batch)

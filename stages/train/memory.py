@@ -21,9 +21,9 @@ from stages.dspark.config import DrafterConfig
 from stages.dspark.loss import CHUNK_LOGITS, CHUNK_SLOTS
 from stages.dspark.model import Drafter
 from stages.params import TrainParams
+from stages.states.source import Sample
 from stages.train.batches import plan_epoch
 from stages.train.optimizer import muon_matrices
-from stages.train.passes import Sample
 
 FLOAT = 4  # bytes
 ONEDNN_PRIMITIVES = 64  # that oneDNN may keep; shapes rarely repeat, and it would keep 1,024

@@ -1,11 +1,11 @@
-"""One pass of the drafter over samples of the cache: read, move, autocast, forward.
+"""One pass of the drafter over samples: read, move, autocast, forward.
 
 With several ranks each takes its share of a batch's documents, and all run the same passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +16,10 @@ from torch import nn
 from stages.dspark.model import Drafter
 from stages.dspark.step import Batch, Frozen, LossWeights, StepResult, forward_batch
 from stages.params import TrainParams
-from stages.shards import ShardReader
+from stages.states.source import Loaded, Sample, Source
 from stages.train.batches import load_batch
 from stages.train.distributed import ALONE, Ranks
-
-Sample = dict[str, Any]
+from stages.train.supervision import Mask
 
 
 class Pass(nn.Module):
@@ -50,7 +49,7 @@ class Passes:
 
     drafter: Drafter
     frozen: Frozen
-    reader: ShardReader
+    source: Source
     params: TrainParams
     device: torch.device
     ranks: Ranks = ALONE
@@ -66,16 +65,35 @@ class Passes:
         own = self.ranks.deal(documents)
         return own, own or list(documents[:1])
 
+    def upcoming(
+        self, samples: Sequence[Sample], batches: Iterable[Sequence[int]]
+    ) -> Iterator[Sample]:
+        """What load() will take for these batches, in its order: for Source.read."""
+        for documents in batches:
+            for document in self.share(documents)[1]:
+                yield samples[document]
+
     def load(
         self,
         samples: Sequence[Sample],
+        states: Iterator[Loaded | None],
         num_anchors: int,
         seeds: Sequence[int],
         *,
+        mask: Mask = "loss_mask",
         without_blocks: bool = False,
     ) -> Batch:
-        """The samples' batch on the device, in the dtype of the computation."""
-        batch = load_batch(self.reader, samples, num_anchors=num_anchors, seeds=seeds)
+        """The samples' batch on the device, in the dtype of the computation. Their states are the
+        next of `states`."""
+        batch = load_batch(
+            samples,
+            states,
+            num_planes=self.source.num_planes,
+            hidden_size=self.source.hidden_size,
+            num_anchors=num_anchors,
+            seeds=seeds,
+            mask=mask,
+        )
         if without_blocks:
             batch = batch._replace(anchors=torch.full_like(batch.anchors, -1))
         if self.params.dtype == "float32":

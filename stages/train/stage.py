@@ -1,4 +1,4 @@
-"""Trains a drafter on cached hidden states: data/hidden_states -> data/drafter."""
+"""Trains a drafter on hidden states, cached or as they are made: data/drafter."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,19 @@ from stages.dspark.model import Drafter
 from stages.dspark.served import check_served
 from stages.dspark.slots import anchor_candidates
 from stages.dspark.step import Frozen
-from stages.dspark.vocab import choose_vocab, draft_ids, membership, offsets
+from stages.dspark.vocab import draft_ids, membership, offsets
 from stages.params import DrafterParams, Services, TrainParams
-from stages.shards import ShardReader
-from stages.train import curves, memory, plots, warm_start
+from stages.shards import read_samples
+from stages.states.source import Sample, Source
+from stages.train import curves, memory, plots, states, warm_start
 from stages.train.checkpoint import Progress, load_best
 from stages.train.distributed import join, parts
 from stages.train.loop import Trainer
-from stages.train.passes import Passes, Sample
+from stages.train.passes import Passes
 from stages.train.start import fresh_drafter, plane_rms
-from stages.train.supervision import all_tokens, own_tokens
+from stages.train.supervision import trained_on
 from stages.train.validation import Validator, replay
+from stages.train.vocabulary import draft_vocabulary, out_of_vocabulary, token_counts
 from stages.weights import TargetWeights, is_tied, load_target_weights
 
 GATE_SAMPLES, GATE_ANCHORS = 8, 4
@@ -77,18 +80,15 @@ def run(
         warm_start.check_architecture(warm, config)
         recipe["inputs"]["warm_start"] = warm.checksum
     work = ranks.agreed(contracts.working_folder("train", recipe) if ranks.first else Path())
-    reader = ShardReader(hidden_states, states_manifest)
-    samples = [sample for sample in reader.samples() if trainable(sample)]
+    samples = [sample for sample in read_samples(hidden_states) if trainable(sample)]
     splits = {
-        split: [own_tokens(sample) for sample in samples if sample["split"] == split]
+        split: [sample for sample in samples if sample["split"] == split]
         for split in (contracts.TRAIN, contracts.VALIDATION)
     }
     for split, rows in splits.items():
         if not rows:
             raise ValueError(f"train: {hidden_states} has no {split} sample with two loss tokens")
-    learnt = splits[contracts.TRAIN]
-    if train.prompt_anchors:
-        learnt = all_tokens([s for s in samples if s["split"] == contracts.TRAIN])
+    mask = trained_on(splits[contracts.TRAIN], train)
     device = ranks.device(services.train.device)
     needed = memory.estimate(
         config,
@@ -107,56 +107,71 @@ def run(
     vocab = draft_vocabulary(
         splits[contracts.TRAIN], config, always=target_manifest.info["eos_token_ids"]
     )
-    if warm is None:
-        model = fresh_drafter(
-            config,
-            seed=train.seed,
-            weights=weights,
-            reader=reader,
-            samples=splits[contracts.TRAIN],
-        )
-    else:
-        vocab = warm_start.vocabulary(
-            warm,
-            vocab,
-            token_counts(splits[contracts.TRAIN], config),
-            policy=train.warm_start_vocabulary,
-        )
+    with states.opened(
+        hidden_states, states_manifest, samples, target=target, services=services, ranks=ranks
+    ) as source:
+        if warm is not None:
+            vocab = warm_start.vocabulary(
+                warm,
+                vocab,
+                token_counts(splits[contracts.TRAIN], config),
+                policy=train.warm_start_vocabulary,
+            )
         model = Drafter(config)
-        model.load_packaged(warm.tensors())
-        model.recondition(plane_rms(reader, splits[contracts.TRAIN]))
-    passes = Passes(
-        drafter=model.to(device),
-        frozen=frozen_tensors(weights, vocab, config, dtype=train.dtype, device=device),
-        reader=reader,
-        params=train,
-        device=device,
-        ranks=ranks,
-    )
-    validator = Validator.choose(
-        splits[contracts.TRAIN],
-        splits[contracts.VALIDATION],
-        num_anchors=train.validation_anchors,
-        num_replayed=train.validation_replay_samples,
-    )
-    progress = Trainer(passes=passes, train=learnt, validator=validator, folder=work).run()
-    best = load_best(work, ranks)
-    model.load_packaged(parts(best, model))
-    unknown = {split: out_of_vocabulary(rows, vocab, config) for split, rows in splits.items()}
-    metrics = final_metrics(progress, passes, validator, unknown)
+        if ranks.first:
+            if warm is None:
+                model = fresh_drafter(
+                    config,
+                    seed=train.seed,
+                    weights=weights,
+                    source=source,
+                    samples=splits[contracts.TRAIN],
+                )
+            else:
+                model.load_packaged(warm.tensors())
+                model.recondition(plane_rms(source, splits[contracts.TRAIN]))
+        model.load_state_dict(ranks.agreed_tensors(model.state_dict()))
+        passes = Passes(
+            drafter=model.to(device),
+            frozen=frozen_tensors(weights, vocab, config, dtype=train.dtype, device=device),
+            source=source,
+            params=train,
+            device=device,
+            ranks=ranks,
+        )
+        validator = Validator.choose(
+            splits[contracts.TRAIN],
+            splits[contracts.VALIDATION],
+            num_anchors=train.validation_anchors,
+            num_replayed=train.validation_replay_samples,
+        )
+        progress = Trainer(
+            passes=passes,
+            train=splits[contracts.TRAIN],
+            mask=mask,
+            validator=validator,
+            folder=work,
+        ).run()
+        best = load_best(work, ranks)
+        model.load_packaged(parts(best, model))
+        unknown = {split: out_of_vocabulary(rows, vocab, config) for split, rows in splits.items()}
+        metrics = final_metrics(progress, passes, validator, unknown)
+        gate = gate_samples(source, splits[contracts.VALIDATION]) if ranks.first else {}
+        refused = ranks.gathered(states.rejected(source))
     ranks.leave()
     if not ranks.first:
         return
     artifact = work / "artifact"
     artifact.mkdir(exist_ok=True)
     _write_outputs(artifact, config, best, vocab, weights, progress, metrics)
-    save_file(gate_samples(reader, splits[contracts.VALIDATION]), artifact / "gate.safetensors")
+    save_file(gate, artifact / "gate.safetensors")
     contracts.write_manifest(
         artifact,
         contracts.Manifest(
             kind="train",
             recipe=recipe,
             counts={split: len(rows) for split, rows in splits.items()} | {"steps": progress.step},
+            rejected=dict(Counter(refused.values())),
             info={
                 "draft_vocab_sha256": contracts.fingerprint(vocab.tolist()),
                 "layer_ids": list(config.layer_ids),
@@ -175,38 +190,6 @@ def run(
 
 def trainable(sample: Sample) -> bool:
     return bool(anchor_candidates(torch.tensor(sample["loss_mask"])).any())
-
-
-def draft_vocabulary(
-    samples: Sequence[Sample], config: DrafterConfig, *, always: list[int]
-) -> Tensor:
-    """The draft vocabulary, int64 [Vd] target ids, by frequency among the tokens with loss."""
-    return choose_vocab(token_counts(samples, config), size=config.draft_vocab_size, always=always)
-
-
-def token_counts(samples: Sequence[Sample], config: DrafterConfig) -> Tensor:
-    """How often each target token occurs with loss, int64 [V]."""
-    counts = torch.zeros(config.vocab_size, dtype=torch.int64)
-    for sample in samples:
-        tokens = torch.tensor(sample["input_ids"])[torch.tensor(sample["loss_mask"])]
-        counts += torch.bincount(tokens, minlength=config.vocab_size)
-    return counts
-
-
-def out_of_vocabulary(
-    samples: Sequence[Sample], vocab: Tensor, config: DrafterConfig
-) -> dict[str, float]:
-    """Share of the loss tokens that the drafter cannot propose, over `all` and by domain."""
-    known = membership(vocab, vocab_size=config.vocab_size)
-    counts: dict[str, list[int]] = {}
-    for sample in samples:
-        tokens = torch.tensor(sample["input_ids"])[torch.tensor(sample["loss_mask"])]
-        missing = int((~known[tokens]).sum())
-        for group in ("all", sample["domain"]):
-            count = counts.setdefault(group, [0, 0])
-            count[0] += missing
-            count[1] += len(tokens)
-    return {group: missing / total for group, (missing, total) in counts.items()}
 
 
 def final_metrics(
@@ -264,16 +247,19 @@ def frozen_tensors(
     )
 
 
-def gate_samples(reader: ShardReader, samples: Sequence[Sample]) -> dict[str, Tensor]:
+def gate_samples(source: Source, samples: Sequence[Sample]) -> dict[str, Tensor]:
     """A few validation samples for the load gate: states, tokens and block anchors."""
     tensors: dict[str, Tensor] = {}
-    for i, sample in enumerate(samples[:GATE_SAMPLES]):
-        anchors = anchor_candidates(torch.tensor(sample["loss_mask"])).nonzero().flatten()
-        spread = torch.linspace(0, len(anchors) - 1, min(GATE_ANCHORS, len(anchors))).long()
-        states = torch.from_numpy(reader.read(sample)).view(torch.bfloat16)
-        tensors[f"planes_{i}"] = states.reshape(sample["num_tokens"], -1).clone()
-        tensors[f"input_ids_{i}"] = torch.tensor(sample["input_ids"])
-        tensors[f"anchors_{i}"] = anchors[spread]
+    with source.read(samples[:GATE_SAMPLES]) as states:
+        loaded_samples = zip(samples[:GATE_SAMPLES], states, strict=True)
+        for i, (sample, loaded) in enumerate(loaded_samples):
+            if loaded is None:
+                continue
+            anchors = anchor_candidates(torch.tensor(sample["loss_mask"])).nonzero().flatten()
+            spread = torch.linspace(0, len(anchors) - 1, min(GATE_ANCHORS, len(anchors))).long()
+            tensors[f"planes_{i}"] = loaded.states.flatten(1).clone()
+            tensors[f"input_ids_{i}"] = torch.tensor(sample["input_ids"])
+            tensors[f"anchors_{i}"] = anchors[spread]
     return tensors
 
 

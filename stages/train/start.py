@@ -22,8 +22,7 @@ from torch import Tensor
 
 from stages.dspark.config import DrafterConfig
 from stages.dspark.model import Drafter, rope_frequencies
-from stages.shards import ShardReader
-from stages.train.passes import Sample
+from stages.states.source import Sample, Source
 from stages.weights import TargetWeights
 
 RMS_SAMPLES = 64
@@ -50,29 +49,28 @@ def fresh_drafter(
     *,
     seed: int,
     weights: TargetWeights,
-    reader: ShardReader,
+    source: Source,
     samples: Sequence[Sample],
 ) -> Drafter:
     """A drafter that has not been trained, fitted to the data that it will be trained on."""
     drafter = Drafter(config)
     drafter.initialise(seed=seed, target_norm=weights.norm)
-    drafter.condition(plane_rms(reader, samples))
+    drafter.condition(plane_rms(source, samples))
     look_at_newest(
         drafter,
-        _documents(reader, samples, weights.embedding),
+        _documents(source, samples, weights.embedding),
         mask_embedding=weights.embedding[config.mask_token_id],
     )
     return drafter
 
 
-def plane_rms(reader: ShardReader, samples: Sequence[Sample]) -> Tensor:
+def plane_rms(source: Source, samples: Sequence[Sample]) -> Tensor:
     """Root mean square of every captured channel, float32 [A*H], over a spread of samples.
 
     Without first tokens: attention sinks hold values a hundred times larger there.
     """
     total, count = torch.zeros(()), 0
-    for sample in _spread(samples, RMS_SAMPLES):
-        planes = _planes(reader, sample)
+    for _, planes in _planes(source, _spread(samples, RMS_SAMPLES)):
         total = total + planes.float().square().sum(0)
         count += len(planes)
     return (total / max(count, 1)).sqrt()
@@ -138,18 +136,20 @@ def _regress(inputs: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _documents(
-    reader: ShardReader, samples: Sequence[Sample], embedding: Tensor
+    source: Source, samples: Sequence[Sample], embedding: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    for sample in _spread(samples, FIT_SAMPLES):
+    for sample, planes in _planes(source, _spread(samples, FIT_SAMPLES)):
         response = torch.tensor(sample["input_ids"])[torch.tensor(sample["loss_mask"])]
-        yield _planes(reader, sample), embedding[response]
+        yield planes, embedding[response]
 
 
 def _spread(samples: Sequence[Sample], count: int) -> Sequence[Sample]:
     return samples[:: max(1, len(samples) // count)]
 
 
-def _planes(reader: ShardReader, sample: Sample) -> Tensor:
-    """Captured states without the first token's, bfloat16 [T-1, A*H]."""
-    states = torch.from_numpy(reader.read(sample)).view(torch.bfloat16)
-    return states[1:, :-1].flatten(1)
+def _planes(source: Source, samples: Sequence[Sample]) -> Iterator[tuple[Sample, Tensor]]:
+    """Each sample's captured states without the first token's, bfloat16 [T-1, A*H]."""
+    with source.read(samples) as states:
+        for sample, loaded in zip(samples, states, strict=True):
+            if loaded is not None:
+                yield sample, loaded.states[1:, :-1].flatten(1)

@@ -23,8 +23,9 @@ from stages.dspark.acceptance import acceptance_length, expected_acceptance, lea
 from stages.dspark.slots import anchor_candidates
 from stages.dspark.step import Batch, StepResult
 from stages.params import DOMAINS
+from stages.states.source import Sample
 from stages.train.batches import plan_epoch
-from stages.train.passes import Passes, Sample
+from stages.train.passes import Passes
 
 SEED = 7  # blocks and training documents are the same at every validation
 
@@ -209,11 +210,17 @@ def _batches(
         return
     lengths = [sample["num_tokens"] for sample in samples]
     tokens = passes.params.batch_tokens // (1 if num_anchors else 4)
-    for documents in plan_epoch(lengths, batch_tokens=tokens, seed=SEED):
-        own, loaded = passes.share(documents)
-        chosen = [samples[i] for i in loaded]
-        most = max(sum(sample["loss_mask"]) for sample in chosen)
-        batch = passes.load(
-            chosen, num_anchors or most, [SEED + i for i in loaded], without_blocks=not own
-        )
-        yield own, batch, passes.forward(batch)
+    plan = plan_epoch(lengths, batch_tokens=tokens, seed=SEED)
+    with passes.source.read(passes.upcoming(samples, plan)) as states:
+        for documents in plan:
+            own, loaded = passes.share(documents)
+            chosen = [samples[i] for i in loaded]
+            most = max(sum(sample["loss_mask"]) for sample in chosen)
+            batch = passes.load(
+                chosen,
+                states,
+                num_anchors or most,
+                [SEED + i for i in loaded],
+                without_blocks=not own,
+            )
+            yield own, batch, passes.forward(batch)

@@ -128,5 +128,11 @@ def _write_states(out: Path, pieces: Path, embedding: torch.Tensor) -> None:
         writer.append(planes.view(torch.int16).numpy().view(np.uint8).reshape(-1), row)
     writer.close()
     contracts.write_table(out / SAMPLES_FILE, writer.samples, contracts.SAMPLES)
-    info = {"num_planes": 3, "hidden_size": HIDDEN, "layer_ids": LAYER_IDS}
+    info = {
+        "mode": "cache",
+        "encoding": contracts.BFLOAT16,
+        "num_planes": 3,
+        "hidden_size": HIDDEN,
+        "layer_ids": LAYER_IDS,
+    }
     contracts.write_manifest(out, contracts.Manifest(kind="extract", recipe={}, info=info))

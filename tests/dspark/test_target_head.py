@@ -16,14 +16,12 @@ def _reference(states: Tensor, norm: Tensor, matrix: Tensor) -> Tensor:
     return (states.double() * scale * norm.double()) @ matrix.double().T
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 @pytest.mark.parametrize("likely", [True, False])
 def test_log_sum_exp_and_greedy_tokens_equal_float64(
     dtype: torch.dtype, tolerance: float, likely: bool
 ) -> None:
-    """An unlikely following token, up to 60 below the largest logit, is as exact as a likely one."""
+    """With an unlikely following token, up to 60 below the largest logit, it is as exact."""
     torch.manual_seed(0)
     states, norm = torch.randn(TOKENS, HIDDEN), 1 + torch.rand(HIDDEN)
     matrix = (torch.randn(VOCABULARY, HIDDEN) * 0.8).bfloat16()

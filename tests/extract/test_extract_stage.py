@@ -24,64 +24,16 @@ from stages import contracts
 from stages.extract import stage
 from stages.params import EngineParams, ExtractParams, Params, Services
 from stages.serving import launch, wire
-from stages.serving.client import Client, run_bounded
 from stages.serving.launch import Endpoint
 from stages.serving.store import Store, StoreSettings
-from stages.shards import ShardReader
+from stages.shards import ShardReader, read_samples
+from stages.states.source import load
+from tests.conversations import greedy_rows, random_rows, write_conversations
 
 pytestmark = pytest.mark.vllm
 
 PROJECT = Path(__file__).resolve().parents[2]
 PLANES, HIDDEN = 4, 64  # of the fixtures tiny_extract and tiny_target
-
-
-def write_conversations(
-    folder: Path, rows: list[tuple[list[int], int]], *, temperature: float
-) -> Path:
-    """rows: (input_ids, number of prompt tokens)."""
-    folder.mkdir()
-    table = [
-        {
-            "id": f"c{index:04d}",
-            "domain": "qa",
-            "split": "train",
-            "input_ids": ids,
-            "loss_mask": [position >= prompt for position in range(len(ids))],
-            "finish_reason": "length",
-            "looping": index % 2 == 1,
-        }
-        for index, (ids, prompt) in enumerate(rows)
-    ]
-    contracts.write_table(folder / "conversations.parquet", table, contracts.CONVERSATIONS)
-    recipe = {"params": {"generate": {"temperature": temperature}}}
-    contracts.write_manifest(folder, contracts.Manifest(kind="generate", recipe=recipe))
-    return folder
-
-
-def random_rows(count: int, *, seed: int = 0) -> list[tuple[list[int], int]]:
-    generator = np.random.default_rng(seed)
-    rows = []
-    for _ in range(count):
-        length = int(generator.integers(10, 120))
-        rows.append((generator.integers(5, 49152, length).tolist(), length // 2))
-    return rows
-
-
-def greedy_rows(endpoint: Endpoint, count: int) -> list[tuple[list[int], int]]:
-    async def run() -> list[tuple[list[int], int]]:
-        async with Client(endpoint.url, model=endpoint.model, timeout_s=120) as client:
-
-            async def one(prompt: list[int]) -> list[int]:
-                answer = await client.complete(prompt, max_tokens=40, temperature=0.0)
-                return answer.token_ids
-
-            prompts = [ids[:20] for ids, _ in random_rows(count, seed=1)]
-            return [
-                (prompt + response, len(prompt))
-                async for prompt, response in run_bounded(prompts, one, concurrency=8)
-            ]
-
-    return asyncio.run(run())
 
 
 @pytest.fixture(autouse=True)
@@ -130,15 +82,15 @@ def test_shards_hold_states_whose_logits_give_the_targets_own_tokens(
     assert manifest.info["greedy_agreement"] > 0.9
     assert manifest.info["bytes_per_token"] == PLANES * HIDDEN * 2
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-    reader = ShardReader(tmp_path / "states", manifest)
-    samples = reader.samples()
+    reader = ShardReader.of(tmp_path / "states", manifest)
+    samples = read_samples(tmp_path / "states")
     assert all(s["looping"] == (int(s["id"][1:]) % 2 == 1) for s in samples)
     assert [row["id"] for row in samples] == [f"c{index:04d}" for index in range(30)]
     for row, (ids, prompt) in zip(samples, rows, strict=True):
         assert row["input_ids"] == ids
         start = 0 if prompt_tokens else prompt  # these prompts have no first token in common
         assert row["supervised"] == [i >= start for i in range(len(ids))]
-        last = torch.from_numpy(reader.read(row)).view(torch.bfloat16)[start:, -1].float()
+        last = load(reader, row).states[start:, -1].float()
         with torch.inference_mode():
             logits = model.lm_head(model.model.norm(last))
         torch.testing.assert_close(
@@ -166,8 +118,27 @@ def test_a_budget_is_enforced_before_anything_starts(
     needed = sum(len(ids) for ids, _ in rows) * PLANES * HIDDEN * 2
     with pytest.raises(ValueError, match=f"need {needed:,} bytes, above extract.byte_budget"):
         extract(small_services, byte_budget=needed - 1)
-    assert f"x {PLANES} planes x {HIDDEN} x 2 bytes" in capsys.readouterr().out
+    assert f"({PLANES} planes of {HIDDEN}, bfloat16)" in capsys.readouterr().out
     assert not (tmp_path / "run" / "logs").exists()
+
+
+def test_the_canary_tells_a_wrong_layer_and_is_compulsory_for_given_servers(
+    extract: Callable[..., contracts.Manifest],
+    given_services: Services,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_conversations(tmp_path / "conversations", random_rows(20), temperature=1.0)
+    with pytest.raises(ValueError, match=r"0, but http://.* is a given server"):
+        extract(given_services, canary_samples=0)
+    # The server publishes planes 1, 2 and 3.
+    with pytest.raises(ValueError, match=r"by plane 0: [\d.]+, 2: 0\.0\d+, 3: 0\.0.*one plane off"):
+        extract(given_services, layer_ids=[0, 2, 3])
+    manifest = extract(given_services)
+    assert "canary: relative error by plane over 2 samples: 1: 0.0" in capsys.readouterr().out
+    errors = manifest.info["canary_relative_errors"]
+    assert len(errors) == PLANES
+    assert all(0 < error < 0.05 for error in errors)
 
 
 def test_after_sigkill_closed_shards_are_kept(
@@ -209,10 +180,10 @@ def test_after_sigkill_closed_shards_are_kept(
     manifest = extract(given_services, shard_bytes=200_000)
     assert manifest.counts["samples"] == len(rows)
     assert {name: (tmp_path / "states" / name).stat().st_ino for name in inodes} == inodes
-    reader = ShardReader(tmp_path / "states", manifest)
-    for row, (ids, _) in zip(reader.samples(), rows, strict=True):
+    reader = ShardReader.of(tmp_path / "states", manifest)
+    for row, (ids, _) in zip(read_samples(tmp_path / "states"), rows, strict=True):
         assert row["input_ids"] == ids
-        assert reader.read(row).shape == (len(ids), PLANES, HIDDEN)
+        assert reader.read(row).shape == (len(ids), PLANES * HIDDEN * 2)
 
 
 FAULTS = ("short", "flipped", "nan", "lost", "silent", "refused")
@@ -280,7 +251,10 @@ def test_bad_states_are_freed_asked_for_again_and_then_rejected_by_reason(
     write_conversations(tmp_path / "conversations", rows, temperature=1.0)
     with launch.mooncake_master(small_services) as master:
         settings = StoreSettings.of(
-            small_services.mooncake, master=master, host="127.0.0.1", producer=True
+            small_services.mooncake,
+            master=master,
+            host="127.0.0.1",
+            segment_bytes=small_services.segment_bytes,
         )
         producer = Store(settings)
         faults = {length: [fault] * 3 for fault, length in lengths.items()}
@@ -289,7 +263,13 @@ def test_bad_states_are_freed_asked_for_again_and_then_rejected_by_reason(
             vllm = small_services.vllm.model_copy(update={"endpoint": url})
             mooncake = small_services.mooncake.model_copy(update={"master": master})
             services = small_services.model_copy(update={"vllm": vllm, "mooncake": mooncake})
-            manifest = extract(services, max_attempts=3, max_rejected_fraction=0.9)
+            manifest = extract(
+                services,
+                max_attempts=3,
+                max_rejected_fraction=0.9,
+                canary_samples=1,  # the longest, which is good
+                canary_limit=1e9,
+            )
         assert producer.remove_prefix("dspark-") == 0, "every object was freed"
         producer.close()
     assert manifest.rejected == {

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages import contracts
-from stages.shards import SAMPLES_FILE, ShardReader, ShardWriter, shard_name
+from stages.shards import SAMPLES_FILE, ShardReader, ShardWriter, read_samples, shard_name
 
 PLANES, HIDDEN = 3, 8
 
@@ -38,45 +38,52 @@ def states(index: int, num_tokens: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.random.default_rng(index).integers(0, 256, size, np.uint8)
 
 
-def writer(folder: Path, *, shard_bytes: int = 10**9) -> ShardWriter:
+def writer(
+    folder: Path, *, shard_bytes: int = 10**9, encoding: str = contracts.BFLOAT16
+) -> ShardWriter:
     return ShardWriter(
         folder / "artifact",
         pieces=folder / "pieces",
         num_planes=PLANES,
         hidden_size=HIDDEN,
         shard_bytes=shard_bytes,
+        encoding=encoding,
     )
 
 
-def reader(folder: Path, rows: list[dict[str, Any]]) -> ShardReader:
+def reader(
+    folder: Path, rows: list[dict[str, Any]], *, encoding: str = contracts.BFLOAT16
+) -> ShardReader:
     contracts.write_table(folder / "artifact" / SAMPLES_FILE, rows, contracts.SAMPLES)
-    info = {"num_planes": PLANES, "hidden_size": HIDDEN}
+    info = {"num_planes": PLANES, "hidden_size": HIDDEN, "encoding": encoding}
     manifest = contracts.Manifest(kind="extract", recipe={}, info=info)
-    return ShardReader(folder / "artifact", manifest)
+    return ShardReader.of(folder / "artifact", manifest)
 
 
 @settings(max_examples=20, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     shard_bytes=st.integers(1, 5000),
+    encoding=st.sampled_from([contracts.BFLOAT16, contracts.BFLOAT16_ZSTD]),
     data=st.data(),
 )
 def test_every_sample_comes_back_in_any_order(
     tmp_path_factory: pytest.TempPathFactory,
     lengths: list[int],
     shard_bytes: int,
+    encoding: str,
     data: st.DataObject,
 ) -> None:
     folder = tmp_path_factory.mktemp("shards")
-    made = writer(folder, shard_bytes=shard_bytes)
+    made = writer(folder, shard_bytes=shard_bytes, encoding=encoding)
     for index, length in enumerate(lengths):
         made.append(states(index, length), sample(index, length))
     made.close()
-    found = reader(folder, made.samples)
-    for row in data.draw(st.permutations(found.samples())):
+    found = reader(folder, made.samples, encoding=encoding)
+    for row in data.draw(st.permutations(read_samples(folder / "artifact"))):
         index, length = int(row["id"][1:]), row["num_tokens"]
         bits = found.read(row)
-        assert bits.shape == (length, PLANES, HIDDEN)
+        assert bits.shape == (length, PLANES * HIDDEN * 2)
         assert bits.tobytes() == states(index, length).tobytes()
 
 
@@ -101,7 +108,7 @@ def test_torch_shares_the_memory_of_what_is_read(tmp_path: Path) -> None:
     bits = reader(tmp_path, made.samples).read(made.samples[0])
     tensor = torch.from_numpy(bits).view(torch.bfloat16)
     assert tensor.data_ptr() == bits.ctypes.data
-    assert tensor.shape == (7, PLANES, HIDDEN)
+    assert tensor.shape == (7, PLANES * HIDDEN)
 
 
 def test_a_new_writer_keeps_closed_shards_and_deletes_the_rest(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     services = yaml.safe_load((folder / "services.yaml").read_text())
     services["vllm"] |= {"kv_cache_gib": 0.25, "max_num_seqs": 16}
     services["extract"] |= {"kv_cache_gib": 0.25}
-    services["mooncake"] |= {"segment_mib": 64, "local_buffer_mib": 16}
+    services["mooncake"] |= {"local_buffer_mib": 16}
     (folder / "services.yaml").write_text(yaml.safe_dump(services))
     (folder / "dvc.lock").unlink(missing_ok=True)
     run(folder, "git", "init", "-q")

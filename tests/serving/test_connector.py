@@ -35,7 +35,6 @@ def store(extract_endpoint: Endpoint, small_services: Services) -> Iterator[Stor
             small_services.mooncake,
             master=extract_endpoint.master,
             host="127.0.0.1",
-            producer=False,
         )
     )
     yield store
@@ -213,3 +212,35 @@ def test_the_renderer_gives_the_servers_own_tokens(
     with urllib.request.urlopen(request) as answer:
         expected = json.load(answer)["tokens"]
     assert Renderer(tiny_target).render(body["messages"]) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_a_tensor_parallel_server_rank_0_alone_publishes(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One CPU engine a server here: the rank's choice alone, with no engine around it."""
+    from types import SimpleNamespace
+
+    from stages.serving import connector
+
+    cache = torch.zeros(4, PLANES, 32, HIDDEN, dtype=torch.bfloat16)
+    made: list[StoreSettings] = []
+    monkeypatch.setattr(connector, "get_layers_from_vllm_config", lambda *_: {"states": None})
+    monkeypatch.setattr(connector, "get_tensor_model_parallel_rank", lambda: rank)
+    monkeypatch.setattr(
+        connector,
+        "Store",
+        lambda settings: SimpleNamespace(register=lambda *_: made.append(settings)),
+    )
+    one = object.__new__(connector.StatesConnector)
+    one._num_planes, one._hidden_size, one._encoding = PLANES, HIDDEN, "bfloat16"
+    one._store = one._buffer = one._cache = None
+    one._vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=256))
+    extra = {"master": "127.0.0.1:1", "host": "127.0.0.1", "protocol": "tcp", "device": ""}
+    extra |= {"segment_bytes": 1 << 20, "local_buffer_mib": 16, "call_timeout_s": 5.0}
+    one._kv_transfer_config = SimpleNamespace(kv_connector_extra_config=extra)
+    one.register_kv_caches({"states": cache})
+    assert len(made) == (1 if rank == 0 else 0)
+    assert one.get_finished_count() == 1
+    if rank:
+        one.wait_for_save()  # has nothing to publish to, and asks nobody

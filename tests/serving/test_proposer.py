@@ -18,7 +18,7 @@ from stages.dspark.draft import draft_greedy
 from stages.dspark.model import Drafter
 from stages.dspark.vocab import check_d2t
 from stages.params import Services
-from stages.serving.launch import vllm_environment
+from stages.serving.plans import vllm_environment
 from stages.weights import load_target_weights
 from tests.conftest import TINY_LAYER_IDS
 from tests.random_drafter import config_for, random_tensors, teach_bigrams, write_package

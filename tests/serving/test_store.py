@@ -111,7 +111,7 @@ def test_a_full_store_refuses_and_loses_nothing(
             put.put(f"fill-{index}", source.ctypes.data, MIB)
             keys.append(f"fill-{index}")
 
-    with pytest.raises(StoreFull, match="segment_mib"):
+    with pytest.raises(StoreFull, match="in_flight_mib"):
         fill()
     assert len(keys) > 16
     for index, key in enumerate(keys):

@@ -93,7 +93,13 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             column = pa.array([bytes(token) for token in row], type=schema.field(0).type)
             writer.write_table(pa.table([column], schema=schema))
     contracts.write_table(states / "samples.parquet", samples, contracts.SAMPLES)
-    info = {"layer_ids": LAYER_IDS, "num_planes": PLANES, "hidden_size": HIDDEN}
+    info = {
+        "mode": "cache",
+        "encoding": contracts.BFLOAT16,
+        "layer_ids": LAYER_IDS,
+        "num_planes": PLANES,
+        "hidden_size": HIDDEN,
+    }
     contracts.write_manifest(states, contracts.Manifest(kind="extract", recipe={}, info=info))
 
     params = yaml.safe_load((ROOT / "params.yaml").read_text())

@@ -61,7 +61,7 @@ def main(body: dict[str, object], changes: dict[str, object], params_file: str) 
     passes = Passes(
         drafter=drafter,
         frozen=frozen,
-        reader=None,  # type: ignore[arg-type]  # batches are made here
+        source=None,  # type: ignore[arg-type]  # batches are made here
         params=params,
         device=torch.device("cpu"),
     )

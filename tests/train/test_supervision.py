@@ -1,15 +1,21 @@
 """Training may take prompt tokens too; what measures takes those that the target produced."""
 
 from contextlib import chdir
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.extract.stage import shared_prefix
 from stages.params import load_params, load_services
+from stages.states.source import Loaded
 from stages.train import stage
-from stages.train.supervision import all_tokens, own_tokens
+from stages.train.batches import load_batch
+from stages.train.supervision import trained_on
+
+PARAMS = load_params(Path(__file__).resolve().parents[2] / "params.yaml").train
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=20))
@@ -20,18 +26,37 @@ def test_every_view_pairs_a_token_with_its_own_log_sum_exp(tokens):
     sample = {
         "loss_mask": produced,
         "supervised": supervised,
-        "log_sum_exp": [float(i) for i, kept in enumerate(supervised) if kept],
+        "num_tokens": len(tokens),
+        "input_ids": list(range(len(tokens))),
     }
-    own = own_tokens(sample)
-    assert own["loss_mask"] == produced
-    assert own["log_sum_exp"] == [float(i) for i, mine in enumerate(produced) if mine]
+
+    def sums(mask):
+        states = torch.zeros(len(tokens), 2, 3, dtype=torch.bfloat16)
+        own = torch.tensor([float(i) for i, kept in enumerate(supervised) if kept])
+        loaded = iter([Loaded(states, own)])
+        sizes = {"num_planes": 2, "hidden_size": 3, "num_anchors": 2, "seeds": [0]}
+        batch = load_batch([sample], loaded, mask=mask, **sizes)
+        assert batch.loss_mask[0].tolist() == sample[mask]
+        return batch.log_sum_exp[0].tolist()
+
+    assert sums("loss_mask") == [i * mine for i, mine in enumerate(produced)]
+    assert sums("supervised") == [i * kept for i, kept in enumerate(supervised)]
+    wanted = PARAMS.model_copy(update={"prompt_anchors": True})
     if supervised == produced:
         with pytest.raises(ValueError, match=r"extract\.prompt_tokens"):
-            all_tokens([sample])
+            trained_on([sample], wanted)
     else:
-        [whole] = all_tokens([sample])
-        assert whole["loss_mask"] == supervised
-        assert whole["log_sum_exp"] == sample["log_sum_exp"]
+        assert trained_on([sample], wanted) == "supervised"
+    assert trained_on([sample], PARAMS.model_copy(update={"prompt_anchors": False})) == "loss_mask"
+
+
+def test_a_rejected_sample_has_no_block():
+    sample = {"num_tokens": 5, "input_ids": [1] * 5, "loss_mask": [True] * 5}
+    batch = load_batch(
+        [sample], iter([None]), num_planes=2, hidden_size=3, num_anchors=2, seeds=[0]
+    )
+    assert batch.anchors.tolist() == [[-1, -1]]
+    assert not batch.loss_mask.any()
 
 
 @given(

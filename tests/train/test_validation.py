@@ -20,9 +20,10 @@ from stages.dspark.slots import anchor_candidates
 from stages.dspark.step import Frozen
 from stages.dspark.vocab import draft_ids
 from stages.params import DOMAINS, Params
-from stages.shards import ShardReader, ShardWriter
+from stages.shards import ShardWriter
+from stages.states.source import CachedStates, Sample
 from stages.train import curves
-from stages.train.passes import Passes, Sample
+from stages.train.passes import Passes
 from stages.train.validation import Tally, Validation, Validator, matched, replay, spread
 
 HIDDEN, VOCAB, DRAFT_VOCAB, PLANES, BLOCK, TOKENS = 16, 40, 30, 3, 4, 24
@@ -90,7 +91,7 @@ def passes(tmp_path: Path, params: Params) -> tuple[Passes, list[Sample]]:
     with torch.no_grad():
         drafter.markov_head.markov_w1.weight.copy_(u[:, :4] * s[:4] * 20)
         drafter.markov_head.markov_w2.weight.copy_(v[:4, :DRAFT_VOCAB].T)
-    info = {"num_planes": PLANES, "hidden_size": HIDDEN}
+    info = {"num_planes": PLANES, "hidden_size": HIDDEN, "encoding": contracts.BFLOAT16}
     manifest = contracts.Manifest(kind="extract", recipe={}, info=info)
     changes = {"dtype": "float32", "batch_tokens": 200, "validation_anchors": 6}
     made = Passes(
@@ -102,7 +103,7 @@ def passes(tmp_path: Path, params: Params) -> tuple[Passes, list[Sample]]:
             1e-5,
             draft_ids(vocab, vocab_size=VOCAB),
         ),
-        reader=ShardReader(tmp_path / "states", manifest),
+        source=CachedStates(tmp_path / "states", manifest),
         params=params.train.model_copy(update=changes),
         device=torch.device("cpu"),
     )
@@ -112,7 +113,10 @@ def passes(tmp_path: Path, params: Params) -> tuple[Passes, list[Sample]]:
 
 def decode(passes: Passes, one: Sample) -> list[int]:
     """Reference: accepted drafts of each round, drafting as serving does, token by token."""
-    states = torch.from_numpy(passes.reader.read(one)).view(torch.bfloat16).float()
+    with passes.source.read([one]) as read:
+        loaded = next(read)
+    assert loaded is not None
+    states = loaded.states.float()
     planes = states[:, :-1].flatten(1)
     tokens, served = one["input_ids"], []
     at = int(anchor_candidates(torch.tensor(one["loss_mask"])).nonzero()[0])
