@@ -95,6 +95,13 @@ class Ranks:
             dist.broadcast(found[name], src=0)
         return found
 
+    @torch.no_grad()
+    def agree_on(self, module: nn.Module) -> None:
+        """Gives every rank's CPU module the parameters and buffers of rank 0's."""
+        own = dict(module.named_parameters()) | dict(module.named_buffers())
+        for name, value in self.agreed_tensors(own).items():
+            own[name].copy_(value)
+
     def wrapped(self, module: nn.Module, *, device: torch.device) -> nn.Module:
         """The module whose backward leaves the mean over ranks of each gradient.
 

@@ -130,7 +130,7 @@ def run(
             else:
                 model.load_packaged(warm.tensors())
                 model.recondition(plane_rms(source, splits[contracts.TRAIN]))
-        model.load_state_dict(ranks.agreed_tensors(model.state_dict()))
+        ranks.agree_on(model)
         passes = Passes(
             drafter=model.to(device),
             frozen=frozen_tensors(weights, vocab, config, dtype=train.dtype, device=device),

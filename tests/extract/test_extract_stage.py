@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -184,6 +185,45 @@ def test_after_sigkill_closed_shards_are_kept(
     for row, (ids, _) in zip(read_samples(tmp_path / "states"), rows, strict=True):
         assert row["input_ids"] == ids
         assert reader.read(row).shape == (len(ids), PLANES * HIDDEN * 2)
+
+
+def test_a_full_disk_ends_the_run_and_a_rerun_completes(
+    extract: Callable[..., contracts.Manifest],
+    tiny_target: Path,
+    tiny_engine: EngineParams,
+    tiny_extract: ExtractParams,
+    given_services: Services,
+    params: Params,
+    write_settings: Callable[[Params, Services], None],
+    tmp_path: Path,
+) -> None:
+    """A limit on the size of files stands for the disk: writing fails as it would there."""
+    rows = random_rows(40)
+    write_conversations(tmp_path / "conversations", rows, temperature=1.0)
+    write_settings(
+        params.model_copy(update={"engine": tiny_engine, "extract": tiny_extract}), given_services
+    )
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that write() fails with EFBIG
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+
+    command = [sys.executable, "-m", "stages.extract", "--target", str(tiny_target)]
+    full = subprocess.run(
+        [*command, "--conversations", "conversations", "--out", "states"],
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert full.returncode == 1
+    assert "extract: error: " in full.stderr
+    assert "Traceback" not in full.stderr
+    assert not (tmp_path / "states").exists()
+    manifest = extract(given_services)
+    assert manifest.counts["samples"] == len(rows)
 
 
 FAULTS = ("short", "flipped", "nan", "lost", "silent", "refused")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import chdir
 from pathlib import Path
@@ -166,6 +169,40 @@ def test_tee_asks_for_a_sample_once_and_a_second_training_for_none(
     other = small_params.train.model_copy(update={"seed": 5})
     train("tee", "tee", steady_services, train=other)
     assert "train: tee: 0 samples came from vLLM" in capfd.readouterr().out
+
+
+def test_a_stream_killed_in_its_midst_is_freed_and_completed_by_a_rerun(
+    streamed: Path,
+    train: Train,
+    steady_services: Services,
+    small_params: Params,
+    tiny_target: Path,
+    project: Path,
+) -> None:
+    often = small_params.train.model_copy(update={"checkpoint_interval_s": 0.0})
+    whole = train("killed", "stream", steady_services, train=often)
+    finished = curve(whole)
+    shutil.rmtree(whole / "drafter")
+    killed = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "stages.train", "--target", str(tiny_target)),
+            *("--hidden-states", "states", "--out", "drafter"),
+        ],
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        cwd=whole,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not list(whole.glob("run/train-*/latest.safetensors")):
+        assert time.monotonic() < deadline
+        assert killed.poll() is None
+        time.sleep(0.01)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert curve(train("killed", "stream", steady_services, train=often)) == [
+        pytest.approx(row, rel=2e-3) for row in finished
+    ]
+    assert objects_left(steady_services) == 0
 
 
 @pytest.fixture(scope="module")

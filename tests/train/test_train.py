@@ -184,10 +184,26 @@ def test_a_target_whose_heads_vllm_does_not_serve_is_refused_before_anything_is_
     assert not (project / "run").exists()
 
 
-def test_a_damaged_shard_is_refused_before_training(project):
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        ("flipped", r"shard-00000.parquet: expected sha256"),
+        ("truncated", r"shard-00000.parquet: expected \d+ bytes, found \d+; truncated"),
+        ("gone", r"shard-00000.parquet: listed in the manifest but missing"),
+        ("unfinished", r"hidden_states has no manifest.json \(unfinished\?\)"),
+    ],
+)
+def test_damaged_states_are_refused_before_training(project, damage, told):
     shard = project / "data/hidden_states/shard-00000.parquet"
     content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    with pytest.raises(contracts.ArtifactError, match=r"shard-00000.parquet: expected sha256"):
+    if damage == "flipped":
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    elif damage == "truncated":
+        shard.write_bytes(content[:-100])
+    elif damage == "gone":
+        shard.unlink()
+    else:
+        (shard.parent / "manifest.json").unlink()
+    with pytest.raises(contracts.ArtifactError, match=told):
         _run(project)
