@@ -1,8 +1,8 @@
 """Tokens a CPU-second of hidden-state extraction, against plain prefill (bench-extract).
 
 On the same prompts, alternating: (a) a plain vLLM server that only prefills (max_tokens 1); (b) our
-extract stage's path into Parquet shards, log-sum-exp of every response token included; (c) our
-stream into a consumer that checks and deletes; (d) transformers in this process, batched, with the
+extract stage's path into Parquet shards, with the log-sum-exp of every response token and without
+(states only: the share that falls as the target grows beside its vocabulary); (c) our stream into a consumer that checks and deletes; (d) transformers in this process, batched, with the
 same planes kept. CPU-seconds are of the server's process group and of this process, Mooncake's
 master included. Prompts are new in every round and prefix caching is off. The last line is JSON.
 Cost: about four minutes on two cores.
@@ -39,7 +39,7 @@ from stages.states import stream
 from stages.states.source import Sample
 from stages.states.stream import Streamed, StreamedStates
 
-CONTENDERS = ("prefill", "cache", "stream", "transformers")
+CONTENDERS = ("prefill", "cache", "cache_states_only", "stream", "transformers")
 FOLDER = real.SCRATCH / "extract"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -80,6 +80,7 @@ def main(arguments: Sequence[str]) -> None:
             {
                 "tokens_per_cpu_second": {name: round(x, 1) for name, x in middle.items()},
                 "cache_over_prefill": ratio(rates, "cache", "prefill"),
+                "cache_states_only_over_prefill": ratio(rates, "cache_states_only", "prefill"),
                 "stream_over_prefill": ratio(rates, "stream", "prefill"),
                 "cache_over_transformers": ratio(rates, "cache", "transformers"),
                 "rounds": options.rounds,
@@ -135,7 +136,10 @@ def build(stack: ExitStack, params: Params, services: Services, target: Path) ->
     ours = [extracting.supervisor, master.supervisor]
     return {
         "prefill": Side(lambda rows: prefill(plain_endpoint, rows, services), [plain.supervisor]),
-        "cache": Side(lambda rows: to_shards(source, rows, params), ours),
+        "cache": Side(lambda rows: to_shards(source, rows, params, supervised=0.5), ours),
+        "cache_states_only": Side(
+            lambda rows: to_shards(source, rows, params, supervised=0.0), ours
+        ),
         "stream": Side(lambda rows: to_nothing(source, rows), ours),
         "transformers": Side(lambda rows: in_process(model, rows, layer_ids), []),
     }
@@ -154,8 +158,10 @@ def prefill(endpoint: Endpoint, rows: list[list[int]], services: Services) -> No
     asyncio.run(run())
 
 
-def to_shards(source: StreamedStates, rows: list[list[int]], params: Params) -> None:
-    """As the extract stage does, half of each row the target's own response."""
+def to_shards(
+    source: StreamedStates, rows: list[list[int]], params: Params, *, supervised: float
+) -> None:
+    """As the extract stage does; `supervised` of each row is the target's own response."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     writer = ShardWriter(
         FOLDER / "shards",
@@ -165,7 +171,7 @@ def to_shards(source: StreamedStates, rows: list[list[int]], params: Params) -> 
         shard_bytes=params.extract.shard_bytes,
         encoding=params.extract.encoding,
     )
-    samples = [sample(index, row, supervised=0.5) for index, row in enumerate(rows)]
+    samples = [sample(index, row, supervised=supervised) for index, row in enumerate(rows)]
     with source.read(samples) as states:
         for one, loaded in zip(samples, states, strict=True):
             assert isinstance(loaded, Streamed)
