@@ -2,10 +2,11 @@
 
 On the same prompts, alternating: (a) a plain vLLM server that only prefills (max_tokens 1); (b) our
 extract stage's path into Parquet shards, with the log-sum-exp of every response token and without
-(states only: the share that falls as the target grows beside its vocabulary); (c) our stream into a consumer that checks and deletes; (d) transformers in this process, batched, with the
-same planes kept. CPU-seconds are of the server's process group and of this process, Mooncake's
-master included. Prompts are new in every round and prefix caching is off. The last line is JSON.
-Cost: about four minutes on two cores.
+(states only: the share of the former falls as a target grows beside its vocabulary); (c) our stream
+into a consumer that checks and deletes; (d) transformers in this process, batched, with the same
+planes kept. CPU-seconds are of the server's process group and of this process, Mooncake's master
+included. Prompts are new in every round and prefix caching is off. The last line is JSON.
+Cost: about six minutes on two cores.
 """
 
 from __future__ import annotations
