@@ -14,7 +14,7 @@ import threading
 from collections.abc import Coroutine, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from stages.serving.launch import Endpoint
 from stages.serving.pool import Pool
 from stages.serving.store import Store, StoreError, StoreSettings
 from stages.states.arena import Arena, Place
-from stages.states.receiver import Agreement, Received, Receiver, Rejected
+from stages.states.receiver import Agreement, Bytes, Received, Receiver, Rejected
 from stages.states.source import Loaded, Sample
 from stages.states.tee import Tee
 from stages.weights import load_target_weights
@@ -34,6 +34,8 @@ LOOK_AHEAD = 256  # samples, beside the bound in bytes: those that need no place
 ALIGNMENT = 64  # bytes
 
 T = TypeVar("T")
+Outcome = Received | Rejected | None
+"""None: the tee has it."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,20 @@ class _Entry:
     """What the reader finds next: a sample under way, or the reason why there is none."""
 
     sample: Sample
-    found: Future[Received | Rejected | None]  # None: the tee has it
+    found: Future[Outcome]
     place: Place | None
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One open read: what its feeder, on the loop's thread, and its reader share."""
+
+    samples: Iterable[Sample]
+    lane: Arena
+    entries: queue.Queue[_Entry | BaseException | None] = field(default_factory=queue.Queue)
+    ahead: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LOOK_AHEAD))
+    started: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class StreamedStates:
@@ -89,38 +103,27 @@ class StreamedStates:
     def read(self, samples: Iterable[Sample]) -> Iterator[Iterator[Loaded | None]]:
         """See Source. Raises ValueError where too many samples are rejected, or where one is larger
         than the memory; EndpointError or StoreError where a service is gone for good."""
-        lane = self._free_lanes.pop()
-        entries: queue.Queue[_Entry | BaseException | None] = queue.Queue()
-        ahead = asyncio.Semaphore(LOOK_AHEAD)
-        started = threading.Event()  # a task that is cancelled before does not clean up
-        ended = threading.Event()
-        feeder = self._submit(self._feed(samples, lane, entries, ahead, started, ended))
-        taken = self._taken(lane, entries, ahead)
+        reading = _Reading(samples, self._free_lanes.pop())
+        feeder = self._submit(self._feed(reading))
+        taken = self._taken(reading)
         try:
             yield taken
         finally:
             taken.close()
-            started.wait()
-            ended.set()
+            reading.started.wait()  # a task that is cancelled before does not clean up
+            reading.ended.set()
             feeder.cancel()
-            self._drain(lane, entries)
-            self._free_lanes.append(lane)
+            self._drain(reading)
+            self._free_lanes.append(reading.lane)
 
-    async def _feed(
-        self,
-        samples: Iterable[Sample],
-        lane: Arena,
-        entries: queue.Queue[_Entry | BaseException | None],
-        ahead: asyncio.Semaphore,
-        started: threading.Event,
-        ended: threading.Event,
-    ) -> None:
+    async def _feed(self, reading: _Reading) -> None:
         """Puts an entry a sample, then None, however it ends."""
-        started.set()
+        reading.started.set()
+        entries, lane = reading.entries, reading.lane
         try:
-            for sample in samples:
-                await ahead.acquire()
-                at_hand: Future[Received | Rejected | None] = Future()
+            for sample in reading.samples:
+                await reading.ahead.acquire()
+                at_hand: Future[Outcome] = Future()
                 if sample["id"] in self.rejected:
                     at_hand.set_result(self.rejected[sample["id"]])
                     entries.put(_Entry(sample, at_hand, None))
@@ -131,9 +134,8 @@ class StreamedStates:
                     size = self._receiver.shape(sample).object_bytes
                     place = await lane.allocate(-(-size // ALIGNMENT) * ALIGNMENT)
                     memory = lane.view(place)[:size]
-                    entries.put(
-                        _Entry(sample, self._submit(self._ask(sample, memory, ended)), place)
-                    )
+                    found = self._submit(self._ask(sample, memory, reading))
+                    entries.put(_Entry(sample, found, place))
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -141,24 +143,17 @@ class StreamedStates:
         finally:
             entries.put(None)
 
-    async def _ask(
-        self, sample: Sample, memory: Any, ended: threading.Event
-    ) -> Received | Rejected:
+    async def _ask(self, sample: Sample, memory: Bytes, reading: _Reading) -> Outcome:
         async with self._asking:
-            if ended.is_set():
+            if reading.ended.is_set():
                 return Rejected("not_wanted", "the reader ended first")
             return await self._receiver.receive(sample, memory, pool=self._pool)
 
-    def _taken(
-        self,
-        lane: Arena,
-        entries: queue.Queue[_Entry | BaseException | None],
-        ahead: asyncio.Semaphore,
-    ) -> Generator[Loaded | None, None, None]:
+    def _taken(self, reading: _Reading) -> Generator[Loaded | None, None, None]:
         while True:
-            entry = entries.get()
+            entry = reading.entries.get()
             if entry is None:
-                entries.put(None)  # for _drain
+                reading.entries.put(None)  # for _drain
                 return
             if isinstance(entry, BaseException):
                 raise entry
@@ -166,8 +161,8 @@ class StreamedStates:
                 yield self._look(entry)
             finally:
                 if entry.place is not None:
-                    self._submit(lane.free(entry.place))
-                self._loop.call_soon_threadsafe(ahead.release)
+                    self._submit(reading.lane.free(entry.place))
+                self._loop.call_soon_threadsafe(reading.ahead.release)
 
     def _look(self, entry: _Entry) -> Loaded | None:
         received = entry.found.result()
@@ -191,13 +186,13 @@ class StreamedStates:
                 f"the last one, {sample['id']}: {rejected.detail or rejected.reason}"
             )
 
-    def _drain(self, lane: Arena, entries: queue.Queue[_Entry | BaseException | None]) -> None:
+    def _drain(self, reading: _Reading) -> None:
         """Waits for what was asked for and is not wanted any more, so nothing stays pinned."""
-        while (entry := entries.get()) is not None:
+        while (entry := reading.entries.get()) is not None:
             if isinstance(entry, _Entry) and entry.place is not None:
                 with suppress(ValueError):
                     entry.found.result()
-                self._submit(lane.free(entry.place)).result()
+                self._submit(reading.lane.free(entry.place)).result()
 
     def _submit(self, call: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(call, self._loop)
