@@ -143,7 +143,7 @@ def test_the_three_modes_train_alike(
         curves.append(curve(train(mode, mode, steady_services)))
     for other in curves[1:]:
         for ours, theirs in zip(curves[0], other, strict=True):
-            assert ours == pytest.approx(theirs, rel=2e-3)
+            assert ours == pytest.approx(theirs, rel=1e-6)
     assert objects_left(steady_services) == 0
 
 
