@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import safe_open, save_file
@@ -133,7 +133,7 @@ def store_ours(samples: list[Tensor], rows: list[list[int]], encoding: str) -> S
     )
     for index, (states, row) in enumerate(zip(samples, rows, strict=True)):
         payload = encode(states, encoding).flatten().numpy()
-        writer.append(payload, _row(index, row))
+        writer.append(payload, real.sample(index, row, supervised=0.0))
     writer.close()
     write_s = time.perf_counter() - start
 
@@ -143,21 +143,6 @@ def store_ours(samples: list[Tensor], rows: list[list[int]], encoding: str) -> S
             yield load(reader, writer.samples[index]).states
 
     return Stored(folder, write_s, read)
-
-
-def _row(index: int, ids: list[int]) -> dict[str, Any]:
-    return {
-        "id": str(index),
-        "domain": "qa",
-        "split": contracts.TRAIN,
-        "looping": False,
-        "num_tokens": len(ids),
-        "input_ids": ids,
-        "loss_mask": [False] * len(ids),
-        "supervised": [False] * len(ids),
-        "log_sum_exp": [],
-        "sha256": "",
-    }
 
 
 def store_safetensors(samples: list[Tensor]) -> Stored:

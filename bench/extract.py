@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import torch
 
 from bench import states as real
-from stages import contracts
 from stages.params import Params, Services, load_params, load_services
 from stages.serving import plans, process
 from stages.serving.client import run_bounded
@@ -37,7 +36,6 @@ from stages.serving.launch import Endpoint
 from stages.serving.pool import Pool
 from stages.shards import ShardWriter
 from stages.states import stream
-from stages.states.source import Sample
 from stages.states.stream import Streamed, StreamedStates
 
 CONTENDERS = ("prefill", "cache", "cache_states_only", "stream", "transformers")
@@ -172,7 +170,7 @@ def to_shards(
         shard_bytes=params.extract.shard_bytes,
         encoding=params.extract.encoding,
     )
-    samples = [sample(index, row, supervised=supervised) for index, row in enumerate(rows)]
+    samples = [real.sample(index, row, supervised=supervised) for index, row in enumerate(rows)]
     with source.read(samples) as states:
         for one, loaded in zip(samples, states, strict=True):
             assert isinstance(loaded, Streamed)
@@ -186,24 +184,9 @@ def to_shards(
 
 
 def to_nothing(source: StreamedStates, rows: list[list[int]]) -> None:
-    samples = [sample(index, row, supervised=0.0) for index, row in enumerate(rows)]
+    samples = [real.sample(index, row, supervised=0.0) for index, row in enumerate(rows)]
     with source.read(samples) as states:
         assert sum(loaded is not None for loaded in states) == len(rows)
-
-
-def sample(index: int, ids: list[int], *, supervised: float) -> Sample:
-    start = len(ids) - int(len(ids) * supervised)
-    mask = [position >= start for position in range(len(ids))]
-    return {
-        "id": str(index),
-        "domain": "qa",
-        "split": contracts.TRAIN,
-        "looping": False,
-        "num_tokens": len(ids),
-        "input_ids": ids,
-        "loss_mask": mask,
-        "supervised": mask,
-    }
 
 
 def in_process(model: Any, rows: list[list[int]], layer_ids: Sequence[int]) -> None:

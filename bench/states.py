@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stages import contracts
 from stages.params import Params
+from stages.states.source import Sample
 from stages.target import stage as target_stage
 
 SCRATCH = Path("run/bench")
@@ -61,6 +62,24 @@ def token_rows(target: Path, *, count: int, num_tokens: int, seed: int) -> list[
             row += tokenizer.encode(" " + generator.choice(texts))
         rows.append(row[:length])
     return rows
+
+
+def sample(index: int, ids: list[int], *, supervised: float) -> Sample:
+    """A row of contracts.SAMPLES to be extracted; that share of its end is a response."""
+    start = len(ids) - int(len(ids) * supervised)
+    mask = [position >= start for position in range(len(ids))]
+    return {
+        "id": str(index),
+        "domain": "qa",
+        "split": contracts.TRAIN,
+        "looping": False,
+        "num_tokens": len(ids),
+        "input_ids": ids,
+        "loss_mask": mask,
+        "supervised": mask,
+        "log_sum_exp": [],
+        "sha256": "",
+    }
 
 
 def load_model(target: Path) -> Any:

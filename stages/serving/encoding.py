@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stages.contracts import token_bytes
+from stages.contracts import FLOAT8, token_bytes
 
 _LARGEST = 448.0  # of float8 e4m3
 
@@ -22,7 +22,7 @@ _LARGEST = 448.0  # of float8 e4m3
 def encode(states: Tensor, encoding: str) -> Tensor:
     """states: bfloat16 [T, P, H]. Returns uint8 [T, W]."""
     num_tokens, num_planes, hidden = states.shape
-    if encoding != "float8_e4m3":
+    if encoding != FLOAT8:
         return states.contiguous().view(torch.uint8).view(num_tokens, -1)
     captured, last = states[:, :-1].float(), states[:, -1]
     scale = captured.abs().amax(-1) / _LARGEST
@@ -44,7 +44,7 @@ def encode(states: Tensor, encoding: str) -> Tensor:
 def decode(raw: Tensor, *, num_planes: int, hidden_size: int, encoding: str) -> Tensor:
     """raw: uint8 [T, W]. Returns bfloat16 [T, P, H]; of bfloat16 the same memory."""
     shape = (len(raw), num_planes, hidden_size)
-    if encoding != "float8_e4m3":
+    if encoding != FLOAT8:
         return raw.view(torch.bfloat16).view(shape)
     end = (num_planes - 1) * hidden_size
     small = raw[:, :end].contiguous().view(torch.float8_e4m3fn).view(len(raw), -1, hidden_size)
