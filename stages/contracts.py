@@ -249,6 +249,22 @@ def read_table(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
     return table.to_pylist()
 
 
+@dataclass(frozen=True)
+class Rejected:
+    """Why a sample has no row: a short reason for counting, and the detail."""
+
+    reason: str
+    detail: str
+
+
+def reject_rows(rejected: Mapping[str, Rejected]) -> list[dict[str, str]]:
+    """Lines of a reject ledger, by id."""
+    return [
+        {"id": name, "reason": refusal.reason, "detail": refusal.detail}
+        for name, refusal in sorted(rejected.items())
+    ]
+
+
 def write_rejects(folder: Path, rejects: list[dict[str, str]]) -> dict[str, int]:
     """Writes the reject ledger ({id, reason, detail} a line) and returns the counts by reason."""
     with (folder / REJECTS).open("w") as file:

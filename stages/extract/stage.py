@@ -18,13 +18,14 @@ import torch
 from tqdm import tqdm
 
 from stages import contracts
+from stages.contracts import Rejected
 from stages.extract import estimate
 from stages.journal import Journal
 from stages.params import EngineParams, ExtractParams, Services
 from stages.serving.launch import Endpoint, extract_servers
 from stages.shards import SAMPLES_FILE, ShardWriter
 from stages.states import canary, stream
-from stages.states.receiver import Agreement, Rejected
+from stages.states.receiver import Agreement
 from stages.states.source import Sample
 from stages.states.stream import Streamed, StreamedStates
 
@@ -105,10 +106,7 @@ def run(
     agreement.check()
     counts = contracts.write_rejects(
         work / "artifact",
-        [
-            {"id": name, "reason": refusal.reason, "detail": refusal.detail}
-            for name, refusal in sorted(rejected.items())
-        ],
+        contracts.reject_rows(rejected),
     )
     samples = wanted
     if extract.mode == "cache":

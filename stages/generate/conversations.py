@@ -6,18 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stages.contracts import Rejected
 from stages.loops import loop_start
 from stages.params import GenerateParams
 
 TRUNCATED = "length"  # the finish reason of a response that ran into max_tokens
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """Why a prompt has no row: a short reason for counting, and the detail."""
-
-    reason: str
-    detail: str
 
 
 @dataclass(frozen=True)

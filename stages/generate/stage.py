@@ -19,8 +19,8 @@ from typing import Any
 from tqdm import tqdm
 
 from stages import contracts
+from stages.contracts import Rejected
 from stages.generate import conversations
-from stages.generate.conversations import Rejected
 from stages.journal import Journal
 from stages.params import EngineParams, GenerateParams, Services
 from stages.serving.chat import Renderer, RenderError
@@ -218,10 +218,7 @@ def _finish(
         )
     counts = contracts.write_rejects(
         artifact,
-        [
-            {"id": name, "reason": refusal.reason, "detail": refusal.detail}
-            for name, refusal in sorted(rejected.items())
-        ],
+        contracts.reject_rows(rejected),
     )
     contracts.check_yield(
         "generate", kept=len(table), rejected=counts, limit=generate.max_rejected_fraction

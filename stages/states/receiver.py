@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stages.contracts import Rejected
 from stages.dspark.target_head import TargetHead
 from stages.serving import wire
 from stages.serving.client import RequestRefused
@@ -35,12 +36,6 @@ _OBJECT_WAIT_S = 2.0  # the object exists when the response arrives; this covers
 _PROBE_S = 0.5
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-@dataclass(frozen=True)
-class Rejected:
-    reason: str
-    detail: str
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from stages.contracts import Rejected
 from stages.params import EngineParams, ExtractParams, Services
 from stages.serving.launch import Endpoint
 from stages.serving.pool import Pool
 from stages.serving.store import Store, StoreError, StoreSettings
 from stages.states.arena import Arena, Place
-from stages.states.receiver import Agreement, Bytes, Received, Receiver, Rejected
+from stages.states.receiver import Agreement, Bytes, Received, Receiver
 from stages.states.source import Loaded, Sample
 from stages.states.tee import Tee
 from stages.weights import load_target_weights

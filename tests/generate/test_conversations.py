@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from stages.generate.conversations import Judged, Rejected, check_prompt, judge, row
+from stages.contracts import Rejected
+from stages.generate.conversations import Judged, check_prompt, judge, row
 from stages.params import GenerateParams, Params
 
 MASK = 4
