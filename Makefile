@@ -1,8 +1,10 @@
 # make retrain [PROFILE=quick] [SET="key=value ..."]   retrains the drafter and proves it
+# make serve [PACKAGE=package] [PORT=8000]              an OpenAI-compatible server with the drafter
 # make test                                            every test that this machine can run
 # make bench-train [BENCH="--threads 1"]                our training step against speculators'
 # make bench-extract                                    extraction against plain prefill and transformers
 # make bench-cache                                      reading states against safetensors and Arrow
+# make bench-serve                                      draft rules and a plain engine under load
 # make bench-quality PROMPTS=DIR [SEED=n] [BUDGETS=300,1200]   ours against speculators' trainer
 # Each target makes .venv on first use; after that it costs nothing.
 
@@ -13,6 +15,8 @@ BUDGETS ?= 300,1200
 SEED ?=
 PROMPTS ?=
 BENCH ?=
+PACKAGE ?= package
+PORT ?= 8000
 PYTHON ?= python3
 REQUIREMENTS ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
 
@@ -26,11 +30,14 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: bench-cache bench-extract bench-quality bench-train retrain test lint ui serve-flows setup lock
+.PHONY: bench-cache bench-extract bench-quality bench-serve bench-train retrain serve test lint ui serve-flows setup lock
 .DEFAULT_GOAL := retrain
 
 retrain: setup
 	@python -m flows.retrain --profile $(PROFILE) $(foreach value,$(SET),--set '$(value)')
+
+serve: setup
+	@exec python -m stages.serving.serve --package "$(PACKAGE)" --port $(PORT)
 
 test: setup .venv/.dev-installed
 	@python -m pytest $(PYTEST)
@@ -48,6 +55,9 @@ bench-extract: setup .venv/.dev-installed
 
 bench-cache: setup .venv/.dev-installed
 	@python -m bench.cache $(BENCH)
+
+bench-serve: setup
+	@python -m bench.serve --package "$(PACKAGE)" $(BENCH)
 
 # BENCH takes further options, such as --all-rates or --data-only (docs/bench-quality.md).
 bench-quality: setup .venv/.dev-installed

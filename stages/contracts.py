@@ -25,6 +25,7 @@ from stages.params import Section
 SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
 REJECTS = "rejects.jsonl"
+CALIBRATION = "calibration.json"  # in a package
 RUN_ROOT = Path("run")
 
 BFLOAT16, BFLOAT16_ZSTD, FLOAT8 = "bfloat16", "bfloat16_zstd", "float8_e4m3"

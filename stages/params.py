@@ -211,6 +211,17 @@ class PackageParams(Section):
     token_agreement: Fraction
     logit_tolerance: Annotated[float, Field(gt=0)]
     confidence_tolerance: Annotated[float, Field(gt=0)]
+    calibration_min_blocks: Positive
+    calibration_max_temperature: Annotated[float, Field(gt=1)]
+
+
+class ServeParams(Section):
+    """How the packaged drafter is served (stages/serving/policy.py)."""
+
+    scheduler: Literal["prefix", "fixed", "threshold", "none"]
+    num_draft_tokens: Positive | None
+    threshold: Fraction
+    draft_sampling: Literal["greedy", "probabilistic"]
 
 
 class EvaluateParams(Section):
@@ -235,6 +246,7 @@ class Params(Section):
     drafter: DrafterParams
     train: TrainParams
     package: PackageParams
+    serve: ServeParams
     evaluate: EvaluateParams
 
 

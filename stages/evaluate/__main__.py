@@ -12,6 +12,7 @@ def run(params: Params, services: Services, inputs: Mapping[str, Path], out: Pat
     stage.run(
         engine=params.engine,
         generate=params.generate,
+        serve=params.serve,
         evaluate=params.evaluate,
         services=services,
         inputs=inputs,

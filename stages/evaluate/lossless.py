@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.evaluate.prompts import Prompt
-from stages.params import EngineParams, Services
+from stages.params import EngineParams, ServeParams, Services
 from stages.serving.plans import vllm_environment
 
 MODES = ("batch_1", "batch_all")
@@ -26,7 +26,7 @@ def decode(
     engine: EngineParams,
     services: Services,
     max_tokens: int,
-    num_speculative_tokens: int,
+    serve: ServeParams,
 ) -> dict[str, Any]:
     """stages.serving.offline's result for `prompts`, from a process of its own.
 
@@ -43,7 +43,7 @@ def decode(
             "max-tokens": max_tokens,
             "max-model-len": engine.max_model_len,
             "kv-block-size": engine.kv_block_size,
-            "num-speculative-tokens": num_speculative_tokens,
+            "serve": serve.model_dump_json(),
             "kv-cache-bytes": int(services.vllm.kv_cache_gib * 2**30),
         }
         command = [sys.executable, "-m", "stages.serving.offline"]

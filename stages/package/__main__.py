@@ -10,7 +10,6 @@ from stages.params import Params, Services
 
 def run(params: Params, services: Services, inputs: Mapping[str, Path], out: Path) -> None:
     stage.run(
-        engine=params.engine,
         package=params.package,
         services=services,
         target=inputs["target"],

@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 from stages.dspark.config import DrafterConfig
-from stages.params import EngineParams
-from stages.serving.speculative import WORKER_CLASS
 
 _CARD = """\
 ---
@@ -51,16 +49,15 @@ On a GPU (vLLM's Model Runner V2):
 vllm serve {target} --speculative-config '{gpu}'
 ```
 
-On a CPU, from a checkout of the pipeline that made this package:
+On a CPU, from a checkout of the pipeline that made this package (`make serve` on a GPU does the
+same as the command above):
 
 ```bash
-python -m vllm.entrypoints.openai.api_server --model {target} \\
-  --max-model-len {max_model_len} --block-size {kv_block_size} \\
-  --worker-cls {worker} \\
-  --speculative-config '{cpu}'
+make serve PACKAGE=path/to/this/folder
 ```
 
-Without the worker class vLLM's CPU engine accepts the folder and drafts in another layout.
+It adds a worker class; without that vLLM's CPU engine accepts the folder and drafts in another
+layout.
 
 ## Licence
 
@@ -87,19 +84,15 @@ def model_card(
     name: str,
     target: str,
     licence: str | None,
-    engine: EngineParams,
     metrics: dict[str, Any],
 ) -> str:
     """README.md. `licence` is the target's, None where its files do not state one."""
 
-    def speculative(method: str) -> str:
-        return json.dumps(
-            {
-                "method": method,
-                "model": name,
-                "num_speculative_tokens": config.block_size,
-            }
-        )
+    speculative = {
+        "method": "dspark",
+        "model": name,
+        "num_speculative_tokens": config.block_size,
+    }
 
     return _CARD.format(
         name=name,
@@ -120,11 +113,7 @@ def model_card(
         markov=f"{config.markov_head}, rank {config.markov_rank}" if config.markov_rank else "none",
         confidence=_confidence(config),
         metrics=_metrics_table(metrics),
-        gpu=speculative("dspark"),
-        cpu=speculative("dflash"),
-        worker=WORKER_CLASS,
-        max_model_len=engine.max_model_len,
-        kv_block_size=engine.kv_block_size,
+        gpu=json.dumps(speculative),
     )
 
 

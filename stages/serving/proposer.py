@@ -5,33 +5,51 @@ Runs inside vLLM, where worker.py puts it. It differs from the stock DFlash prop
 Markov head. There is no state per request: the drafter's keys and values live in vLLM's paged
 blocks, so acceptance, rejection, pre-emption and prefix caching follow the target.
 
-Shapes: B requests, N draft tokens a request, H hidden size, r Markov rank, Vd draft vocabulary.
+Whether a round drafts, and how many of its drafts are verified, is the policy's to say (policy.py).
+A round that does not draft keeps the states that the target gave; they become the drafter's keys
+and values all at once when drafting resumes, or when there are many.
+
+Shapes: B requests, N draft tokens a request, T context tokens, H hidden size, r Markov rank,
+V vocabulary, Vd draft vocabulary.
 Cost of a pass: one backbone forward over B * N queries, one head product for all slots, then N
-times an r x Vd product with its argmax; no loop over requests, no copy to the host.
+times an r x Vd product with its argmax, then the drafts go to the host.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import torch
-from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
 from stages.dspark.served import unserved
+from stages.serving.blocks import draft_block, norm_context_keys_by_layer
+from stages.serving.policy import DraftPolicy
+
+PENDING = 1024  # context tokens that wait at most
 
 
-class Block(NamedTuple):
-    """What one pass drafts; ids are the target's."""
+class _Greedy(NamedTuple):
+    """What a pass reads of the sampling metadata."""
 
-    tokens: torch.Tensor  # int64 [B, N]
-    logits: torch.Tensor  # float32 [B, N, Vd], Markov bias included
-    confidences: torch.Tensor  # float32 [B, N], probability that the token is accepted; else ones
+    all_greedy: bool = True
+    temperature: None = None
+
+
+_GREEDY: Any = _Greedy()
+
+
+class Context(NamedTuple):
+    """What the target gave in one step, for the drafter's keys and values."""
+
+    states: torch.Tensor  # [T, A*H]
+    positions: torch.Tensor  # int64 [T]
+    slots: torch.Tensor  # int64 [T], places in the paged cache
 
 
 class PackageMismatch(ValueError):
@@ -68,73 +86,47 @@ def check_drafter_config(config: Any, *, num_speculative_tokens: int) -> None:
         )
 
 
-def draft_block(
-    model: Qwen3DSparkForCausalLM, hidden: torch.Tensor, *, anchors: torch.Tensor
-) -> Block:
-    """Drafts greedily from the backbone's output, slot by slot under the Markov bias.
-
-    hidden is [B, N, H], anchors [B] holds the token each block starts from. Base logits are
-    computed for all slots at once; the sum with the bias is float32, so that it decides between
-    candidates that bfloat16 would round to a tie.
-    """
-    num_requests, num_slots, hidden_size = hidden.shape
-    flat = hidden.reshape(-1, hidden_size)
-    logits = model.compute_draft_logits(flat).float().view(num_requests, num_slots, -1)
-    tokens = torch.empty(num_requests, num_slots, dtype=torch.int64, device=hidden.device)
-    embeddings = []
-    previous = anchors.long()
-    for slot in range(num_slots):
-        embedding = model.markov_embed(previous)
-        embeddings.append(embedding)
-        drafted = logits[:, slot].add_(model.markov_bias(embedding)).argmax(dim=-1)
-        previous = model.map_draft_to_target(drafted)
-        tokens[:, slot] = previous
-    if model.model.confidence_head is None:
-        return Block(tokens, logits, torch.ones(tokens.shape, device=hidden.device))
-    confidences = model.compute_confidence(flat, torch.stack(embeddings, dim=1).flatten(0, 1))
-    return Block(tokens, logits, confidences.view(num_requests, num_slots))
-
-
-def norm_context_keys_by_layer(model: Qwen3DSparkForCausalLM) -> None:
-    """Gives every layer's context keys their own norm on CPU, where vLLM 0.32 gives them layer 0's.
-
-    Its model norms the keys [L, T, heads, head_dim] of all layers in one rms_norm call with gains
-    [L, head_dim]; the CPU kernel reads the first row for all of them (the CUDA kernel does not),
-    which spoils drafts of two layers and more without a word. Here it is one call a layer.
-    """
-    if not current_platform.is_cpu():
-        return
-    backbone = model.model
-
-    def norm(keys: torch.Tensor) -> torch.Tensor:
-        normed = torch.empty_like(keys)
-        for layer, gain in enumerate(backbone._k_norm_weights):
-            ops.rms_norm(normed[layer], keys[layer], gain, backbone._rms_norm_eps)
-        return normed
-
-    backbone._normalize_context_k = norm
+def latest(parts: list[Context]) -> Context:
+    """All of them in order; of rows for one slot (it was freed, or its token rejected) the last."""
+    if len(parts) == 1:
+        return parts[0]
+    context = Context(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    slots, order = context.slots.sort(stable=True)
+    last = torch.ones_like(slots, dtype=torch.bool)
+    last[:-1] = slots[1:] != slots[:-1]
+    keep = order[last]
+    return Context(*(column[keep] for column in context))
 
 
 class DSparkProposer(DFlashProposer):
-    """Greedy DSpark drafting behind vLLM's `dflash` method.
+    """DSpark drafting behind vLLM's `dflash` method.
 
-    Sampled requests get greedy drafts too: without draft probabilities vLLM's rejection sampler
-    treats a draft as one-hot, which keeps the target's distribution.
+    A sampled request gets drafts from the drafter's own distribution where draft_sample_method is
+    probabilistic, and greedy ones otherwise, which vLLM's rejection sampler takes for one-hot;
+    either keeps the target's distribution.
     """
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        runner: Any = None,
+        *,
+        policy: DraftPolicy,
+    ) -> None:
         super().__init__(vllm_config, device, runner)
         config = self.draft_model_config.hf_config
         check_drafter_config(config, num_speculative_tokens=self.num_speculative_tokens)
         if self.dflash_causal:
             raise PackageMismatch("the drafter's attention inside a block is bidirectional")
-        if self._enable_probabilistic_draft_probs:
-            raise PackageMismatch(
-                "draft_sample_method 'probabilistic' is not served here; use 'greedy'"
-            )
         if self.uses_mrope or vllm_config.model_config.uses_mrope:
             raise PackageMismatch("targets with M-RoPE positions are not served here")
+        self.policy, self.runner = policy, runner
         self.last_confidences: torch.Tensor | None = None  # [B, N], of the latest pass
+        self.last_lengths: list[int] = []  # [B], of the latest round
+        self.measuring = False  # costs.py runs the target alone
+        self._pending: list[Context] = []
+        self._started: float | None = None  # the latest round
         self._offsets = torch.arange(self.num_speculative_tokens, device=device)
         self._sample_indices = torch.arange(self.max_query_tokens, device=device)
         self._anchors = torch.empty(0, dtype=torch.int64, device=device)
@@ -153,6 +145,117 @@ class DSparkProposer(DFlashProposer):
             )
         norm_context_keys_by_layer(self.model)
 
+    def propose(  # ragged drafts, which the V1 runner takes as lists
+        self,
+        num_speculative_tokens: int,
+        target_token_ids: torch.Tensor,
+        target_positions: torch.Tensor,
+        target_hidden_states: torch.Tensor,
+        next_token_ids: torch.Tensor,
+        token_indices_to_sample: torch.Tensor | None,
+        common_attn_metadata: CommonAttentionMetadata,
+        sampling_metadata: SamplingMetadata,
+        mm_embed_inputs: Any = None,
+        num_rejected_tokens_gpu: torch.Tensor | None = None,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """The draft tokens of each request to be verified, none for some or all."""
+        started = time.perf_counter()
+        num_requests = common_attn_metadata.batch_size()
+        decoding = torch.from_numpy(~self.runner.discard_request_mask.np[:num_requests])
+        self._last_draft_probs = None
+        self.last_lengths = [0] * num_requests
+        slots = common_attn_metadata.slot_mapping[: len(target_positions)]
+        self._pending.append(Context(target_hidden_states, target_positions.clone(), slots.clone()))
+        statistics = self.policy.statistics
+        if not bool(decoding.any()):
+            self._started = None
+            self._write_context(above=PENDING)
+            return [[]] * num_requests
+        if self._started is not None:
+            statistics.elapsed_s += started - self._started
+        self._started = started
+        drafts = self.policy.wants_draft(int(decoding.sum()))
+        decided = time.perf_counter()
+        statistics.decision_s += decided - started
+        if not drafts:
+            self._write_context(above=PENDING)
+            statistics.context_s += time.perf_counter() - decided
+            return [[]] * num_requests
+        self._write_context(above=0)
+        tokens = super().propose(
+            num_speculative_tokens,
+            target_token_ids,
+            target_positions,
+            target_hidden_states[:1],  # what becomes of it was written already
+            next_token_ids,
+            token_indices_to_sample,
+            common_attn_metadata,
+            sampling_metadata,
+            mm_embed_inputs,
+            num_rejected_tokens_gpu,
+            slot_mappings,
+        )
+        drafted = time.perf_counter()
+        statistics.draft_s += drafted - decided
+        assert self.last_confidences is not None
+        seq_lens = _valid(common_attn_metadata.seq_lens, num_rejected_tokens_gpu)
+        fits = seq_lens[:num_requests] + num_speculative_tokens <= self.max_model_len
+        lengths = self.policy.lengths(self.last_confidences.cpu(), may_draft=decoding & fits.cpu())
+        self.last_lengths = lengths
+        listed = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
+        statistics.decision_s += time.perf_counter() - drafted
+        return listed
+
+    def draft(
+        self,
+        *,
+        states: torch.Tensor,
+        positions: torch.Tensor,
+        next_token_ids: torch.Tensor,
+        metadata: CommonAttentionMetadata,
+    ) -> torch.Tensor:
+        """One greedy pass, context included: int64 [B, N]. For costs.py."""
+        self._pending = [Context(states, positions, metadata.slot_mapping)]
+        self._write_context(above=0)
+        return super().propose(
+            self.num_speculative_tokens,
+            torch.zeros_like(positions),
+            positions,
+            states[:1],
+            next_token_ids,
+            None,
+            metadata,
+            _GREEDY,
+        )
+
+    def dummy_run(self, num_tokens: int, *given: Any, **named: Any) -> None:
+        if not self.measuring:
+            super().dummy_run(num_tokens, *given, **named)
+
+    def _write_context(self, *, above: int) -> None:
+        """Makes keys and values of the waiting context, where it is more than `above` tokens."""
+        if sum(len(part.slots) for part in self._pending) <= above:
+            return
+        context = latest(self._pending)
+        self._pending = []
+        for states, positions, slots in zip(
+            *(column.split(self.max_num_tokens) for column in context), strict=True
+        ):
+            combined = self.model.combine_hidden_states(states)
+            self.model.precompute_and_store_context_kv(combined, positions, slots)
+
+    def build_model_inputs_first_pass(
+        self, num_tokens: int, num_input_tokens: int, mm_embed_inputs: Any
+    ) -> tuple[dict[str, Any], int]:
+        """The queries alone: the context was written by _write_context()."""
+        inputs = {
+            "input_ids": self.input_ids[:num_input_tokens],
+            "positions": self._get_positions(num_input_tokens),
+            "inputs_embeds": None,
+        }
+        return inputs, num_input_tokens
+
     def set_inputs_first_pass(
         self,
         target_token_ids: torch.Tensor,
@@ -166,27 +269,23 @@ class DSparkProposer(DFlashProposer):
         """Queries [next token, mask, ...] of each request, right after its last valid token.
 
         The target's batch is padded with rejected tokens: their context rows are written too, into
-        slots that the queries then overwrite, since there are never more than N of them.
+        slots that the queries then overwrite, since there are never more than N of them. A request
+        whose block does not fit below max_model_len takes part with queries that are written
+        nowhere; nothing of it is verified.
         """
         num_requests = cad.batch_size()
         num_slots = self.num_speculative_tokens
         num_queries = num_requests * num_slots
-        num_context = target_token_ids.shape[0]
-
-        self._dflash_num_context = num_context
-        self._dflash_hidden_states = target_hidden_states
-        self._context_positions_buffer[:num_context] = target_positions
-        self._context_slot_mapping_buffer[:num_context] = cad.slot_mapping[:num_context]
+        longest = self.max_model_len
         self._anchors = next_token_ids
 
-        last = cad.query_start_loc[1:].long() - 1
-        seq_lens = cad.seq_lens
-        if num_rejected_tokens_gpu is not None:
-            last = last - num_rejected_tokens_gpu
-            seq_lens = seq_lens - num_rejected_tokens_gpu
+        last = _valid(cad.query_start_loc[1:].long() - 1, num_rejected_tokens_gpu)
+        seq_lens = _valid(cad.seq_lens, num_rejected_tokens_gpu)
         first = target_positions[last] + 1
         positions = self.positions[:num_queries].view(num_requests, num_slots)
         torch.add(first.unsqueeze(1), self._offsets[:num_slots], out=positions)
+        outside = positions >= longest
+        positions.clamp_(max=longest - 1)
 
         input_ids = self.input_ids[:num_queries].view(num_requests, num_slots)
         input_ids.fill_(self.parallel_drafting_token_id)
@@ -200,19 +299,22 @@ class DSparkProposer(DFlashProposer):
             alpha=self.block_size,
             out=slot_mapping,
         )
+        slot_mapping.masked_fill_(outside.view(-1), -1)
 
         upper_bound = cad.seq_lens_cpu_upper_bound
+        if upper_bound is not None:
+            upper_bound = (upper_bound + num_slots).clamp(max=longest)
         # A new one: the other fields of `cad` describe the target's batch.
         new_cad = CommonAttentionMetadata(
             query_start_loc=self.arange[: num_requests + 1] * num_slots,
             query_start_loc_cpu=torch.from_numpy(self.token_arange_np[: num_requests + 1])
             * num_slots,
-            seq_lens=seq_lens + num_slots,
-            seq_lens_cpu_upper_bound=None if upper_bound is None else upper_bound + num_slots,
+            seq_lens=(seq_lens + num_slots).clamp(max=longest),
+            seq_lens_cpu_upper_bound=upper_bound,
             num_reqs=cad.num_reqs,
             num_actual_tokens=num_queries,
             max_query_len=num_slots,
-            max_seq_len=cad.max_seq_len + num_slots,
+            max_seq_len=min(cad.max_seq_len + num_slots, longest),
             block_table_tensor=cad.block_table_tensor,
             slot_mapping=slot_mapping,
             causal=False,
@@ -223,6 +325,13 @@ class DSparkProposer(DFlashProposer):
         self, hidden_states: torch.Tensor, sampling_metadata: SamplingMetadata
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden = hidden_states.view(-1, self.num_speculative_tokens, hidden_states.shape[-1])
-        block = draft_block(self.model, hidden, anchors=self._anchors)
+        sampled = self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy
+        temperature = sampling_metadata.temperature if sampled else None
+        block = draft_block(self.model, hidden, anchors=self._anchors, temperature=temperature)
         self.last_confidences = block.confidences
-        return block.tokens.view(-1), None
+        return block.tokens.view(-1), block.probabilities
+
+
+def _valid(values: torch.Tensor, num_rejected: torch.Tensor | None) -> torch.Tensor:
+    """Without the rejected tokens that pad the target's batch."""
+    return values if num_rejected is None else values - num_rejected

@@ -88,7 +88,7 @@ class _Model:
         """The Block (proposer.py, B = 1) after the context `planes` [T, A*H] and the anchor."""
         from vllm.forward_context import set_forward_context
 
-        from stages.serving.proposer import draft_block
+        from stages.serving.blocks import draft_block
 
         num_context, num_slots = planes.shape[0], self._num_slots
         # Block j of the table is block j of the cache, so a slot's index is its position.
@@ -116,7 +116,7 @@ class _Model:
         )
         from vllm.model_executor.model_loader import get_model
 
-        from stages.serving.proposer import norm_context_keys_by_layer
+        from stages.serving.blocks import norm_context_keys_by_layer
 
         speculative = self._config.speculative_config
         assert speculative is not None

@@ -101,11 +101,11 @@ class Passes:
         return Batch(*(tensor.to(self.device, non_blocking=True) for tensor in batch))
 
     def forward(self, batch: Batch) -> StepResult:
-        with self._autocast():
+        with self.autocast():
             result: StepResult = self._module(batch)
         return result
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
         if self.params.dtype == "float32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from stages.shards import read_samples
 from stages.states.source import Sample, Source
 from stages.train import curves, memory, plots, states, warm_start
 from stages.train.checkpoint import Progress, load_best
-from stages.train.distributed import join, parts
+from stages.train.confidence import held_out_blocks
+from stages.train.distributed import ALONE, join, parts
 from stages.train.loop import Trainer
 from stages.train.passes import Passes
 from stages.train.start import fresh_drafter, plane_rms
@@ -48,7 +50,8 @@ def run(
     hidden_states: Path,
     out: Path,
 ) -> None:
-    """Trains, resuming in run/train-*; publishes config, weights, curve, metrics and gate samples.
+    """Trains, resuming in run/train-*; publishes config, weights, curve, metrics, gate samples and
+    the held-out confidences.
 
     Raises ValueError when params do not fit the target or no sample can be trained on.
     """
@@ -156,7 +159,13 @@ def run(
         model.load_packaged(parts(best, model))
         unknown = {split: out_of_vocabulary(rows, vocab, config) for split, rows in splits.items()}
         metrics = final_metrics(progress, passes, validator, unknown)
-        gate = gate_samples(source, splits[contracts.VALIDATION]) if ranks.first else {}
+        gate, blocks = {}, {}
+        if ranks.first:
+            gate = gate_samples(source, splits[contracts.VALIDATION])
+            if config.confidence_head:
+                alone = replace(passes, drafter=whole(config, best, device), ranks=ALONE)
+                held_out = splits[contracts.VALIDATION]
+                blocks = held_out_blocks(alone, held_out, draft_vocab=vocab)._asdict()
         refused = ranks.gathered(states.rejected(source))
     ranks.leave()
     if not ranks.first:
@@ -165,6 +174,7 @@ def run(
     artifact.mkdir(exist_ok=True)
     _write_outputs(artifact, config, best, vocab, weights, progress, metrics)
     save_file(gate, artifact / "gate.safetensors")
+    save_file(blocks, artifact / "confidence.safetensors")
     contracts.write_manifest(
         artifact,
         contracts.Manifest(
@@ -223,6 +233,13 @@ def final_metrics(
         "draft_vocab_coverage": 1 - unknown[contracts.VALIDATION]["all"],
         **{f"{split}_out_of_vocabulary": shares["all"] for split, shares in unknown.items()},
     }
+
+
+def whole(config: DrafterConfig, tensors: dict[str, Tensor], device: torch.device) -> Drafter:
+    """The packaged drafter on one device, whatever the ranks hold."""
+    drafter = Drafter(config)
+    drafter.load_packaged(tensors)
+    return drafter.to(device)
 
 
 def best_validation(progress: Progress) -> curves.Row:

@@ -147,6 +147,7 @@ class Case:
             stage.run(
                 engine=self.engine,
                 generate=self.params.generate,
+                serve=self.params.serve,
                 evaluate=self.evaluate,
                 services=services,
                 inputs=self.inputs,
@@ -190,6 +191,7 @@ class Case:
             {
                 "engine": self.engine,
                 "generate": self.params.generate,
+                "serve": self.params.serve,
                 "evaluate": self.evaluate,
             },
             {

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stages import contracts
+from stages.dspark.calibration import Blocks
 from stages.dspark.draft import Draft
 from stages.dspark.rope import Rope
 from stages.package import check, gate, stage
-from stages.params import EngineParams, PackageParams, Params, Services
+from stages.params import PackageParams, Params, Services
 from stages.weights import load_target_weights
 from tests.conftest import TINY_LAYER_IDS
 from tests.random_drafter import config_for, random_samples, random_tensors, write_package
@@ -66,6 +67,19 @@ def test_confidences_that_differ_or_are_not_numbers_fail(confidence: float, para
         gate.check_agreement(found, params.package)
 
 
+def held_out_blocks(num_slots: int) -> Blocks:
+    """Overconfident: every logit twice what the drafts are worth."""
+    generator = torch.Generator().manual_seed(3)
+    truth = torch.rand(4000, num_slots, generator=generator).clamp(0.05, 0.95)
+    hits = torch.rand(truth.shape, generator=generator) < truth
+    return Blocks(
+        confidences=(2 * truth.logit()).sigmoid(),
+        accepted=hits.long().cumprod(-1).sum(-1),
+        slots=torch.full((4000,), num_slots),
+        sample=torch.arange(4000) // 20,
+    )
+
+
 @pytest.fixture(scope="module")
 def drafter(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """data/drafter as train writes it, with random weights."""
@@ -78,6 +92,7 @@ def drafter(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()},
     )
     save_file(random_samples(config, count=3, last_plane=True), folder / "gate.safetensors")
+    save_file(held_out_blocks(config.block_size)._asdict(), folder / "confidence.safetensors")
     contracts.write_json(folder / "metrics.json", {"validation_acceptance_length": 1.5})
     contracts.write_manifest(
         folder,
@@ -92,14 +107,12 @@ def make(
     drafter: Path,
     *,
     target: Path,
-    engine: EngineParams,
     package: PackageParams,
     services: Services,
     folder: Path,
 ) -> Path:
     with chdir(folder):
         stage.run(
-            engine=engine,
             package=package,
             services=services,
             target=target,
@@ -162,7 +175,6 @@ def test_vllms_class_drafts_the_same_for_every_shape_that_we_say_it_serves(
 def test_vllms_class_drafts_what_the_trained_drafter_drafts(
     drafter: Path,
     tiny_target: Path,
-    tiny_engine: EngineParams,
     params: Params,
     small_services: Services,
     tmp_path: Path,
@@ -170,7 +182,6 @@ def test_vllms_class_drafts_what_the_trained_drafter_drafts(
     out = make(
         drafter,
         target=tiny_target,
-        engine=tiny_engine,
         package=params.package,
         services=small_services,
         folder=tmp_path,
@@ -184,6 +195,7 @@ def test_vllms_class_drafts_what_the_trained_drafter_drafts(
     assert body["speculators_config"]["verifier"]["name_or_path"] == name
     assert {p.name for p in out.iterdir()} == {
         "README.md",
+        "calibration.json",
         "config.json",
         "manifest.json",
         "model.safetensors",
@@ -192,6 +204,10 @@ def test_vllms_class_drafts_what_the_trained_drafter_drafts(
     weights = load_file(out / "model.safetensors")
     assert weights["fc.weight"].dtype == torch.bfloat16
     assert weights["d2t"].dtype == torch.int64
+    slots = json.loads((out / "calibration.json").read_text())["slots"]
+    assert len(slots) == config_for(tiny_target, layer_ids=TINY_LAYER_IDS).block_size
+    assert slots[0]["temperature"] == pytest.approx(2.0, rel=0.25)
+    assert slots[0]["after"]["ece"] < slots[0]["before"]["ece"]
 
 
 @pytest.mark.vllm
@@ -226,7 +242,6 @@ def test_weights_that_changed_on_the_way_fail_the_gate(
 def test_a_drafter_of_another_layout_is_never_packaged(
     drafter: Path,
     tiny_target: Path,
-    tiny_engine: EngineParams,
     params: Params,
     small_services: Services,
     tmp_path: Path,
@@ -242,7 +257,6 @@ def test_a_drafter_of_another_layout_is_never_packaged(
         make(
             spoiled,
             target=tiny_target,
-            engine=tiny_engine,
             package=params.package,
             services=small_services,
             folder=tmp_path,

@@ -1,4 +1,7 @@
-"""Drafting in a real vLLM engine (CPU, float32, tiny target): lossless, and as our model drafts."""
+"""Drafting in a real vLLM engine (CPU, float32, tiny target): lossless, and as our model drafts.
+
+All engines run in one process of their own (engine_runs.py), which pays vLLM's import once.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from scipy.stats import chisquare
 
 from stages.dspark.config import DrafterConfig
 from stages.dspark.draft import draft_greedy
@@ -26,6 +31,51 @@ from tests.random_drafter import config_for, random_tensors, teach_bigrams, writ
 pytestmark = pytest.mark.vllm
 LENGTHS = (5, 33, 70, 40, 12)
 MAX_TOKENS = 40
+DRAWS = {"count": 1500, "max_tokens": 3, "temperature": 0.7, "top_k": 3}
+
+FIXED = {
+    "scheduler": "fixed",
+    "num_draft_tokens": None,
+    "threshold": 0.3,
+    "draft_sampling": "greedy",
+}
+PROBABILISTIC = FIXED | {"draft_sampling": "probabilistic"}
+RUNS: dict[str, dict[str, Any]] = {
+    "fixed": {"serve": FIXED, "max_tokens": MAX_TOKENS, "record": True},
+    # Nine blocks of 32 tokens for five requests of up to four; prompts prefilled in parts of 24.
+    "ragged": {
+        "serve": FIXED,
+        "max_tokens": MAX_TOKENS,
+        "record": True,
+        "ragged": True,
+        "sizes": {"kv_cache_bytes": 500_000},
+        "changes": {"max_num_batched_tokens": 48, "enable_chunked_prefill": True},
+    },
+    "prefix": {"serve": FIXED | {"scheduler": "prefix"}, "max_tokens": MAX_TOKENS},
+    "threshold": {"serve": FIXED | {"scheduler": "threshold"}, "max_tokens": MAX_TOKENS},
+    "none": {"serve": FIXED | {"scheduler": "none"}, "max_tokens": MAX_TOKENS},
+    # Requests that run into max_model_len: 70 + 40 > 96.
+    "limit": {
+        "serve": FIXED,
+        "max_tokens": MAX_TOKENS,
+        "record": True,
+        "sizes": {"max_model_len": 96},
+    },
+    "full vocabulary": {"serve": FIXED, "max_tokens": MAX_TOKENS, "package": "full"},
+    "compiled": {
+        "serve": FIXED,
+        "max_tokens": MAX_TOKENS,
+        "changes": {"enforce_eager": False},
+    },
+    "sampled": {"serve": PROBABILISTIC, "draws": DRAWS},
+    "sampled by threshold": {
+        "serve": PROBABILISTIC | {"scheduler": "threshold"},
+        "draws": DRAWS,
+    },
+    "sampled after greedy drafts": {"serve": FIXED, "draws": DRAWS},
+}
+LOSSLESS = [name for name, run in RUNS.items() if "draws" not in run]
+SAMPLED = [name for name, run in RUNS.items() if "draws" in run]
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +85,20 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def package(
-    tiny_target: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """A random drafter whose Markov head knows a share of the target's own bigrams."""
+def model(tiny_target: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-    config = config_for(tiny_target, layer_ids=TINY_LAYER_IDS, num_layers=2)
-    tensors = random_tensors(config, tiny_target)
+    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def packages(
+    tiny_target: Path,
+    model: Any,
+    prompts: list[list[int]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Path]:
+    """Random drafters whose Markov heads know a share of the target's own bigrams."""
     with torch.inference_mode():
         spoken = [
             model.generate(torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False)[
@@ -51,13 +106,22 @@ def package(
             ].tolist()[len(prompt) - 1 :]
             for prompt in prompts
         ]
-    teach_bigrams(tensors, spoken, config, tiny_target)
-    return write_package(tmp_path_factory.mktemp("taught") / "package", config, tensors)
+    made = {}
+    for name, changes in {"reduced": {}, "full": {"draft_vocab_size": 49152}}.items():
+        config = config_for(tiny_target, layer_ids=TINY_LAYER_IDS, num_layers=2, **changes)
+        tensors = random_tensors(config, tiny_target)
+        teach_bigrams(tensors, spoken, config, tiny_target)
+        if not config.reduced_vocab:
+            tensors = {
+                k: t for k, t in tensors.items() if k not in ("d2t", "t2d", "lm_head.weight")
+            }
+        made[name] = write_package(tmp_path_factory.mktemp("taught") / "package", config, tensors)
+    return made
 
 
 @pytest.fixture(scope="module")
 def recorded(
-    package: Path,
+    packages: dict[str, Path],
     tiny_target: Path,
     prompts: list[list[int]],
     small_services: Services,
@@ -67,15 +131,11 @@ def recorded(
     settings = {
         "prompts": prompts,
         "target": str(tiny_target),
-        "package": str(package),
-        "max_tokens": MAX_TOKENS,
-        "max_model_len": 256,
-        "kv_block_size": 32,
-        "kv_cache_bytes": 2**28,
-        "num_speculative_tokens": 4,
+        "packages": {name: str(path) for name, path in packages.items()},
+        "runs": RUNS,
     }
     (folder / "settings.json").write_text(json.dumps(settings))
-    script = Path(__file__).with_name("record_drafts.py")
+    script = Path(__file__).with_name("engine_runs.py")
     environment = {**os.environ, **vllm_environment(small_services)}
     environment["PYTHONPATH"] += os.pathsep + str(script.parent)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -88,51 +148,119 @@ def recorded(
         check=False,
     )
     assert finished.returncode == 0, finished.stdout[-4000:]
-    assert "Active proposer: DSparkProposer" in finished.stdout
+    assert "Active proposer: RecordingProposer" in finished.stdout
+    assert "Draft costs, measured" in finished.stdout
     recorded: dict[str, Any] = torch.load(folder / "out.pt")
     return recorded
 
 
-def test_greedy_output_is_the_plain_engines_and_drafts_are_accepted_partly(
-    recorded: dict[str, Any],
-) -> None:
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_greedy_output_is_the_plain_engines(recorded: dict[str, Any], name: str) -> None:
     """One request at a time, then all together with the first run's prefixes cached."""
-    result = recorded["result"]
+    result = recorded["runs"][name]["result"]
     assert result["batch_1"] == result["plain"]
     assert result["batch_all"] == result["plain"]
-    drafted = 4 * result["num_drafts"]
-    assert 0.1 * drafted < result["num_accepted_tokens"] < 0.9 * drafted
 
 
-def test_every_draft_is_the_one_our_model_makes_from_the_same_states(
-    recorded: dict[str, Any], package: Path, tiny_target: Path
+def test_drafts_are_accepted_partly_and_the_rules_draft_as_they_say(
+    recorded: dict[str, Any],
 ) -> None:
-    """Catches what losslessness cannot: rejected tokens as context, wrong positions."""
+    results = {name: recorded["runs"][name]["result"] for name in LOSSLESS}
+    for name in ("fixed", "ragged", "full vocabulary", "compiled"):
+        drafted, accepted = (results[name][f"num_{k}_tokens"] for k in ("draft", "accepted"))
+        assert 0.1 * drafted < accepted < 0.9 * drafted, name
+    assert results["fixed"]["num_draft_tokens"] == 4 * results["fixed"]["num_drafts"]
+    assert results["none"]["num_drafts"] == 0
+    assert results["prefix"]["num_drafts"] > 0
+    threshold = results["threshold"]
+    assert 0 < threshold["num_draft_tokens"] < 4 * threshold["num_drafts"]
+    assert results["ragged"]["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("name", ["fixed", "ragged", "limit"])
+def test_every_draft_is_the_one_our_model_makes_from_the_same_states(
+    recorded: dict[str, Any], packages: dict[str, Path], tiny_target: Path, name: str
+) -> None:
+    """Catches what losslessness cannot: rejected tokens as context, wrong positions, states lost
+    in rounds without a draft pass."""
+    package = packages["reduced"]
     config = DrafterConfig.from_json(json.loads((package / "config.json").read_text()))
     tensors = load_file(package / "model.safetensors")
     drafter = Drafter(config).float()
     drafter.load_packaged(tensors)
     target = load_target_weights(tiny_target)
-    planes = torch.zeros(256, len(config.layer_ids) * config.hidden_size)
+    known: dict[tuple[int, ...], torch.Tensor] = {}
     confidence_error, differing = 0.0, 0
-    for one in recorded["passes"]:
-        planes[one["positions"]] = one["states"]
-        length = int(one["positions"][-1]) + 1 - int(one["rejected"])
-        draft = draft_greedy(
-            drafter,
-            embedding=target.embedding.float(),
-            lm_head=tensors["lm_head.weight"].float(),
-            draft_vocab=check_d2t(tensors["d2t"], vocab_size=config.vocab_size),
-            planes=planes[:length],
-            anchor=int(one["anchor"]),
-        )
-        differing += int((draft.tokens != one["drafts"]).any())
-        difference = (draft.confidences - one["confidences"]).abs().max()
-        confidence_error = max(confidence_error, float(difference))
-    assert len(recorded["passes"]) > 50
-    assert sum(int(one["rejected"]) > 0 for one in recorded["passes"]) > 10
+    lengths: Counter[int] = Counter()
+    batches: Counter[int] = Counter()
+    rounds = recorded["runs"][name]["rounds"]
+    for requests in rounds:
+        batches[len(requests)] += 1
+        for one in requests:
+            planes = known.setdefault(
+                one["prompt"], torch.zeros(256, len(config.layer_ids) * config.hidden_size)
+            )
+            planes[one["positions"]] = one["states"]
+            length = int(one["positions"][-1]) + 1 - one["rejected"]
+            if not one["drafts"]:
+                lengths[0] += 1
+                continue
+            lengths[len(one["drafts"])] += 1
+            draft = draft_greedy(
+                drafter,
+                embedding=target.embedding.float(),
+                lm_head=tensors["lm_head.weight"].float(),
+                draft_vocab=check_d2t(tensors["d2t"], vocab_size=config.vocab_size),
+                planes=planes[:length],
+                anchor=one["anchor"],
+            )
+            differing += draft.tokens.tolist()[: len(one["drafts"])] != one["drafts"]
+            difference = (draft.confidences - one["confidences"]).abs().max()
+            confidence_error = max(confidence_error, float(difference))
+    assert sum(batches[n] for n in batches if n > 1) > 10
+    assert sum(one["rejected"] > 0 for requests in rounds for one in requests) > 10
+    assert sum(lengths[n] for n in lengths if n) > 50
+    if name == "ragged":
+        assert all(lengths[n] > 5 for n in range(5))
     assert differing == 0
     assert confidence_error < 1e-4
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_output_has_the_targets_own_distribution(
+    recorded: dict[str, Any], model: Any, prompts: list[list[int]], name: str
+) -> None:
+    """Pearson's test of all sequences of three tokens against transformers' exact probabilities
+    (temperature 0.7, top 3). The first token is the prefill's, the others come from drafts."""
+    found = recorded["runs"][name]
+    expected = exact_distribution(model, prompts[0])
+    drawn = Counter(tuple(tokens) for tokens in found["token_ids"])
+    assert set(drawn) <= set(expected)
+    likely = [sequence for sequence, p in expected.items() if p * DRAWS["count"] >= 5]
+    observed = [drawn[sequence] for sequence in likely]
+    frequencies = [expected[sequence] * DRAWS["count"] for sequence in likely]
+    observed.append(DRAWS["count"] - sum(observed))
+    frequencies.append(DRAWS["count"] - sum(frequencies))
+    if frequencies[-1] < 1:
+        observed[-2:], frequencies[-2:] = [sum(observed[-2:])], [sum(frequencies[-2:])]
+    assert len(likely) > 6
+    assert found["num_accepted_tokens"] > 0.1 * found["num_drafts"]
+    assert chisquare(observed, frequencies).pvalue > 1e-4
+
+
+@torch.inference_mode()
+def exact_distribution(model: Any, prompt: list[int]) -> dict[tuple[int, ...], float]:
+    prefixes: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(DRAWS["max_tokens"]):
+        longer = {}
+        for prefix, probability in prefixes.items():
+            logits = model(torch.tensor([[*prompt, *prefix]])).logits[0, -1]
+            best = (logits / DRAWS["temperature"]).topk(DRAWS["top_k"])
+            shares = best.values.softmax(-1).tolist()
+            for token, share in zip(best.indices.tolist(), shares, strict=True):
+                longer[*prefix, token] = probability * share
+        prefixes = longer
+    return prefixes
 
 
 def test_packages_that_would_be_served_wrongly_are_refused(recorded: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@ rounds; and that train and held-out figures are of like samples."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from stages.params import DOMAINS, Params
 from stages.shards import ShardWriter
 from stages.states.source import CachedStates, Sample
 from stages.train import curves
+from stages.train.confidence import held_out_blocks
 from stages.train.passes import Passes
 from stages.train.validation import Tally, Validation, Validator, matched, replay, spread
 
@@ -160,6 +162,35 @@ def test_the_replay_is_what_serving_would_do(passes: tuple[Passes, list[Sample]]
         assert length == pytest.approx(1 + sum(counted) / len(counted))
         reached = [sum(count > k for count in served) for k in range(BLOCK)]
         assert tally.survival[index].sum(0).tolist() == reached
+
+
+def test_confidences_for_calibration_are_those_of_served_drafts(
+    passes: tuple[Passes, list[Sample]],
+) -> None:
+    """Each block drafted alone, token by token: the same confidences, and as many accepted."""
+    made, samples = passes
+    blocks = held_out_blocks(made, samples, draft_vocab=torch.arange(DRAFT_VOCAB))
+    assert sorted(set(blocks.sample.tolist())) == list(range(len(samples)))
+    with made.source.read(samples) as read:
+        planes = [loaded.states.float()[:, :-1].flatten(1) for loaded in read if loaded]
+    for index, one in enumerate(samples):
+        rows = (blocks.sample == index).nonzero().flatten()
+        anchors = anchor_candidates(torch.tensor(one["loss_mask"])).nonzero().flatten().tolist()
+        assert len(rows) == len(anchors), "every possible block, as there are fewer than ANCHORS"
+        for row, at in zip(rows.tolist(), anchors, strict=True):
+            draft = draft_greedy(
+                made.drafter,
+                embedding=made.frozen.embedding,
+                lm_head=made.frozen.head,
+                draft_vocab=torch.arange(DRAFT_VOCAB),
+                planes=planes[index][:at],
+                anchor=one["input_ids"][at],
+            )
+            torch.testing.assert_close(blocks.confidences[row], draft.confidences)
+            following = one["input_ids"][at + 1 :][: len(draft.tokens)]
+            pairs = zip(draft.tokens.tolist(), following, strict=False)
+            accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            assert (int(blocks.accepted[row]), int(blocks.slots[row])) == (accepted, len(following))
 
 
 def test_a_validation_repeats_itself_and_its_names_do_not_depend_on_the_samples(
