@@ -234,6 +234,7 @@ def test_metrics_have_the_keys_that_stay_for_ever(case: Case, urls: Services) ->
         "macro_acceptance_length",
         "macro_acceptance_length_without_looping",
         "macro_speedup",
+        "macro_tokens_per_round",
         "domains",
         "lossless",
     ]
@@ -255,6 +256,9 @@ def test_metrics_have_the_keys_that_stay_for_ever(case: Case, urls: Services) ->
             "baseline_tokens_per_s_per_user",
             "prompts",
             "drafts",
+            "tokens_per_round",
+            "first_token_s",
+            "baseline_first_token_s",
         }
         assert (domain["prompts"], domain["drafts"]) == (2, len(everything))
         assert domain["acceptance_length_without_looping"] == pytest.approx(plain)
