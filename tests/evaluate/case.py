@@ -148,7 +148,7 @@ class Case:
     def run(self, services: Services) -> Path:
         out = self.folder / "evaluation"
         with chdir(self.folder):
-            self._preset_lossless()
+            self.preset_lossless()
             stage.run(
                 engine=self.engine,
                 generate=self.params.generate,
@@ -189,7 +189,7 @@ class Case:
             folder, contracts.Manifest(kind="package", recipe={}, info={"name": "p"})
         )
 
-    def _preset_lossless(self) -> None:
+    def preset_lossless(self) -> None:
         kinds = {"target": "target", "prompts": "prepare", "package": "package"}
         recipe = contracts.recipe(
             {
