@@ -11,6 +11,7 @@ import asyncio
 import copy
 import json
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -73,6 +74,7 @@ def run(
         ),
     )
     renderer = Renderer(inputs["target"])
+    renderer.tokenizer.model_max_length = sys.maxsize  # long texts are rendered to be cut, silently
 
     def render(text: str) -> list[int]:
         return renderer.render(
