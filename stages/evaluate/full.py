@@ -111,10 +111,10 @@ def plan_context(
 
 
 def target_limit(target: Path, *, engine: EngineParams) -> int:
-    """Tokens of the longest sequence that the target's config.json allows."""
+    """Tokens of the longest sequence that the target's config.json, or else params, allows."""
     config = json.loads((target / "config.json").read_text())
     text = config.get("text_config", config)
-    return int(text.get("max_position_embeddings") or engine.max_model_len)
+    return max(engine.max_model_len, int(text.get("max_position_embeddings") or 0))
 
 
 def given_limit(url: str, *, engine: EngineParams) -> int:

@@ -202,6 +202,8 @@ class Case:
                 for name, kind in kinds.items()
             },
         )
+        if self.evaluate.longbench is not None:
+            recipe["inputs"]["longbench"] = contracts.file_sha256(Path(self.evaluate.longbench))
         work = contracts.working_folder("evaluate", recipe)
         same = [[1, 2, 3]]
         contracts.write_json(

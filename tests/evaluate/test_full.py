@@ -123,6 +123,19 @@ def test_metrics_of_the_full_depth_are_flat_and_named_alike_in_every_run(
     assert set(full.metrics(body)) == set(flat)
 
 
+def test_texts_of_longbench_are_taken_where_its_file_is_given(case: Case, urls: Services) -> None:
+    path = case.folder / "longbench.json"
+    item = {"context": "w " * 5000, "question": "Which?", "answer": "A"}
+    path.write_text(json.dumps([item | {f"choice_{letter}": letter for letter in "ABCD"}] * 2))
+    case.evaluate = case.evaluate.model_copy(update={"longbench": str(path)})
+    body = read(case.run(urls), "serving.json")["full"]
+    assert body["context_source"] == "LongBench-v2"
+    for row in body["context"]:
+        assert row["prompts"] == 2
+        assert row["mean_prompt_tokens"] > row["prompt_tokens"] - 3
+    assert len(case.drafter.requests[-1]) < 256
+
+
 def test_core_publishes_intervals_and_no_full_depth(case: Case, urls: Services) -> None:
     case.evaluate = case.evaluate.model_copy(update={"depth": "core", "speed_prompts": 2})
     out = case.run(urls)
