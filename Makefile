@@ -1,4 +1,5 @@
 # make retrain [PROFILE=quick] [SET="key=value ..."]   retrains the drafter and proves it
+# make evaluate-full [PROFILE=quick] [SET=...]         the same, evaluated under load and over long contexts too
 # make serve [PACKAGE=package] [PORT=8000]              an OpenAI-compatible server with the drafter
 # make test                                            every test that this machine can run
 # make bench-train [BENCH="--threads 1"]                our training step against speculators'
@@ -30,11 +31,15 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: bench-cache bench-extract bench-quality bench-serve bench-train retrain serve test lint ui serve-flows setup lock
+.PHONY: bench-cache bench-extract bench-quality bench-serve bench-train evaluate-full retrain serve test
+.PHONY: lint ui serve-flows setup lock
 .DEFAULT_GOAL := retrain
 
 retrain: setup
 	@python -m flows.retrain --profile $(PROFILE) $(foreach value,$(SET),--set '$(value)')
+
+evaluate-full: setup
+	@python -m flows.retrain --profile $(PROFILE) --set evaluate.depth=full $(foreach value,$(SET),--set '$(value)')
 
 serve: setup
 	@exec python -m stages.serving.serve --package "$(PACKAGE)" --port $(PORT)

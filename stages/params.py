@@ -42,6 +42,12 @@ Policy = Literal["keep", "drop"]
 _Model = TypeVar("_Model", bound=Section)
 
 
+def strictly_increasing(value: list[int]) -> list[int]:
+    if any(b <= a for a, b in itertools.pairwise(value)):
+        raise ValueError(f"must be strictly increasing, found {value}")
+    return value
+
+
 class TargetParams(Section):
     source: str
     revision: str | None
@@ -114,9 +120,7 @@ class ExtractParams(Section):
     @field_validator("layer_ids")
     @classmethod
     def _increasing(cls, value: list[int]) -> list[int]:
-        if any(b <= a for a, b in itertools.pairwise(value)):
-            raise ValueError(f"must be strictly increasing, found {value}")
-        return value
+        return strictly_increasing(value)
 
 
 class DrafterParams(Section):
@@ -225,6 +229,7 @@ class ServeParams(Section):
 
 
 class EvaluateParams(Section):
+    depth: Literal["core", "full"]
     prompts_per_domain: Positive
     max_tokens: Annotated[int, Field(ge=2)]
     acceptance_concurrency: Positive
@@ -232,7 +237,20 @@ class EvaluateParams(Section):
     min_speed_tokens: Annotated[int, Field(ge=2)]
     lossless_prompts: Positive
     lossless_tokens: Positive
+    bootstrap_resamples: Annotated[int, Field(ge=100)]
+    load_concurrencies: Annotated[list[Positive], Field(min_length=1)]
+    load_requests: Positive
+    sampled_prompts: Positive
+    sampled_temperature: Annotated[float, Field(gt=0)]
+    context_lengths: Annotated[list[Positive], Field(min_length=1)]
+    context_prompts: Positive
+    longbench: str | None
     seed: int
+
+    @field_validator("load_concurrencies", "context_lengths")
+    @classmethod
+    def _increasing(cls, value: list[int]) -> list[int]:
+        return strictly_increasing(value)
 
 
 class Params(Section):

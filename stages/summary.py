@@ -57,11 +57,40 @@ def _remarks(metrics: Mapping[str, Any]) -> list[str]:
             "Speed not measured, and left out of the macro average (responses too short): "
             f"{', '.join(unmeasured)}."
         )
+    remarks += _full_depth(metrics.get("full") or {})
     remarks.append(
         f"Lossless (greedy, float32): {lossless['identical']} of {lossless['checked']} responses "
         "identical with and without the drafter."
     )
     return remarks
+
+
+def _full_depth(full: Mapping[str, Any]) -> list[str]:
+    """Load, matched interactivity and context, a line each; nothing at core depth."""
+    remarks = []
+    loads = _by_number(full, "throughput_c")
+    if loads:
+        baseline = _by_number(full, "baseline_throughput_c")
+        cells = [f"{c}: {_number(x, 0)}/{_number(baseline.get(c), 0)}" for c, x in loads.items()]
+        remarks.append(
+            f"Tokens/s with/without the drafter by requests at once: {', '.join(cells)}."
+        )
+    if full.get("matched_interactivity_ratio") is not None:
+        remarks.append(
+            f"Throughput at matched interactivity: {_factor(full['matched_interactivity_ratio'])} "
+            f"at {_number(full['matched_interactivity'], 1)} tokens/s a user."
+        )
+    lengths = _by_number(full, "acceptance_length_context_")
+    if lengths:
+        speedups = _by_number(full, "speedup_context_")
+        cells = [f"{n}: {_number(x, 2)}, {_factor(speedups.get(n))}" for n, x in lengths.items()]
+        remarks.append(f"Acceptance length and speed-up by prompt tokens: {'; '.join(cells)}.")
+    return remarks
+
+
+def _by_number(full: Mapping[str, Any], stem: str) -> dict[int, float | None]:
+    found = {k.removeprefix(stem): v for k, v in full.items() if k.startswith(stem)}
+    return {int(k): found[k] for k in sorted(found, key=int)}
 
 
 def _ratio(domain: Mapping[str, Any]) -> float | None:

@@ -54,3 +54,26 @@ def test_what_was_not_measured_is_a_dash_and_said_so() -> None:
     text = format_summary(body)
     assert text.splitlines()[2].split()[-3:] == ["-", "-", "-"]
     assert "Speed not measured" in text
+
+
+def test_the_full_depth_is_summed_up_in_three_lines() -> None:
+    full = {
+        "throughput_c1": 50.2,
+        "throughput_c16": 300.0,
+        "baseline_throughput_c1": 38.0,
+        "baseline_throughput_c16": 350.4,
+        "matched_interactivity_ratio": 1.31,
+        "matched_interactivity": 30.04,
+        "acceptance_length_context_128": 1.5,
+        "speedup_context_128": 1.25,
+        "acceptance_length_context_2048": 1.1,
+        "speedup_context_2048": None,
+        "acceptance_length_c1": 1.4,
+    }
+    lines = format_summary(metrics(full=full)).splitlines()
+    assert lines[-4:-1] == [
+        "Tokens/s with/without the drafter by requests at once: 1: 50/38, 16: 300/350.",
+        "Throughput at matched interactivity: 1.31x at 30.0 tokens/s a user.",
+        "Acceptance length and speed-up by prompt tokens: 128: 1.50, 1.25x; 2048: 1.10, -.",
+    ]
+    assert format_summary(metrics()).splitlines()[:-1] == lines[:-4]

@@ -11,11 +11,45 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stages import contracts
 from stages.evaluate.prompts import Prompt
 from stages.params import EngineParams, ServeParams, Services
 from stages.serving.plans import vllm_environment
 
 MODES = ("batch_1", "batch_all")
+
+
+def check(
+    path: Path,
+    prompts: Sequence[Prompt],
+    *,
+    target: Path,
+    package: Path,
+    engine: EngineParams,
+    services: Services,
+    max_tokens: int,
+    serve: ServeParams,
+) -> dict[str, int]:
+    """judge()'s verdict on what `path` holds, or on `prompts` decoded now.
+
+    It is kept there only once it passed: a failure must not outlive the fault that caused it.
+    """
+    if path.is_file():
+        decoded = json.loads(path.read_text())
+        return judge(decoded, ids=decoded["ids"])
+    decoded = decode(
+        prompts,
+        target=target,
+        package=package,
+        engine=engine,
+        services=services,
+        max_tokens=max_tokens,
+        serve=serve,
+    )
+    ids = [prompt.id for prompt in prompts]
+    verdict = judge(decoded, ids=ids)
+    contracts.write_json(path, {"ids": ids, **decoded})
+    return verdict
 
 
 def decode(

@@ -1,8 +1,8 @@
 """What is asked of the servers, and how. Every row is appended to a journal as soon as it is known,
 so a stage that was killed asks again only what it had not finished.
 
-Acceptance: all prompts, several in flight, with the drafter, temperature 0. Speed: one prompt at a
-time on both engines back to back, alternating which goes first, streamed.
+Acceptance: all prompts, several in flight, with the drafter. Speed: one prompt at a time on both
+engines back to back, alternating which goes first, streamed, temperature 0.
 """
 
 from __future__ import annotations
@@ -33,6 +33,18 @@ WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True)
+class Setting:
+    """How every request is made."""
+
+    max_tokens: int
+    timeout_s: float
+    warm_up: Sequence[int]  # a prompt that is measured nowhere
+
+    def client(self, endpoint: Endpoint) -> Client:
+        return Client(endpoint.url, model=endpoint.model, timeout_s=self.timeout_s)
+
+
+@dataclass(frozen=True)
 class Failure:
     """A request that failed in every attempt."""
 
@@ -44,10 +56,9 @@ async def measure_acceptance(
     prompts: Sequence[Prompt],
     *,
     endpoint: Endpoint,
-    timeout_s: float,
-    max_tokens: int,
+    setting: Setting,
+    temperature: float,
     concurrency: int,
-    warm_up: Sequence[int],
     journal: Journal,
     sessions: Journal,
 ) -> None:
@@ -58,14 +69,17 @@ async def measure_acceptance(
     failures: list[Failure] = []
     retries: list[str] = []
     rows: list[dict[str, Any]] = []
-    async with Client(endpoint.url, model=endpoint.model, timeout_s=timeout_s) as client:
-        await client.complete(warm_up, max_tokens=WARM_UP_TOKENS, temperature=0.0)
+    async with setting.client(endpoint) as client:
+        await client.complete(setting.warm_up, max_tokens=WARM_UP_TOKENS, temperature=0.0)
         before = formulas.parse_counters(await client.metrics())
         started = time.monotonic()
 
         async def one(prompt: Prompt) -> Completion | Failure:
             request = functools.partial(
-                client.complete, prompt.token_ids, max_tokens=max_tokens, temperature=0.0
+                client.complete,
+                prompt.token_ids,
+                max_tokens=setting.max_tokens,
+                temperature=temperature,
             )
             return await _attempt(request, prompt=prompt, retries=retries)
 
@@ -85,6 +99,7 @@ async def measure_acceptance(
     grown = formulas.counter_difference(before, after, names=COUNTERS)
     sessions.append(
         {
+            "temperature": temperature,
             "prompts": len(rows),
             "elapsed_s": elapsed_s,
             "output_tokens": sum(row["num_tokens"] for row in rows),
@@ -106,35 +121,30 @@ async def measure_speed(
     *,
     drafter: Endpoint,
     baseline: Endpoint,
-    timeout_s: float,
-    max_tokens: int,
-    warm_up: Sequence[int],
+    setting: Setting,
     journal: Journal,
-    first_index: int,
 ) -> None:
-    """Appends a row a prompt. `first_index` continues the alternation of a resumed run.
+    """Appends a row a prompt; a resumed journal's alternation goes on.
 
     Raises ValueError when requests fail twice.
     """
     failures: list[Failure] = []
     retries: list[str] = []
-    async with (
-        Client(drafter.url, model=drafter.model, timeout_s=timeout_s) as with_drafter,
-        Client(baseline.url, model=baseline.model, timeout_s=timeout_s) as plain,
-    ):
+    first_index = len(journal.rows)
+    async with setting.client(drafter) as with_drafter, setting.client(baseline) as plain:
         clients = {"drafter": with_drafter, "baseline": plain}
         for client in clients.values():
-            await client.complete(warm_up, max_tokens=WARM_UP_TOKENS, temperature=0.0)
+            await client.complete(setting.warm_up, max_tokens=WARM_UP_TOKENS, temperature=0.0)
         for index, prompt in enumerate(
             tqdm(prompts, desc="speed", unit="prompt"), start=first_index
         ):
             order = ["drafter", "baseline"] if index % 2 else ["baseline", "drafter"]
             row: dict[str, Any] = {"id": prompt.id, "domain": prompt.domain, "order": order}
-            for name in order:
+            for engine in order:
                 request = functools.partial(
-                    clients[name].complete,
+                    clients[engine].complete,
                     prompt.token_ids,
-                    max_tokens=max_tokens,
+                    max_tokens=setting.max_tokens,
                     temperature=0.0,
                     stream=True,
                 )
@@ -144,10 +154,16 @@ async def measure_speed(
                     if len(failures) == MAX_FAILURES:
                         raise_failures(failures, of=2 * len(prompts))
                     break
-                row[name] = _timing(answer)
+                row[engine] = _timing(answer)
             else:
                 journal.append({**row, "retries": [r for r in retries if r.startswith(prompt.id)]})
     raise_failures(failures, of=2 * len(prompts))
+
+
+async def switch_scheduler(endpoint: Endpoint, scheduler: str, *, setting: Setting) -> None:
+    """Another draft rule for a server of ours in development mode."""
+    async with setting.client(endpoint) as client:
+        await client.call("switch_draft_scheduler", scheduler)
 
 
 def check_session(session: dict[str, Any], *, block_size: int, shared: bool) -> list[str]:
@@ -220,10 +236,12 @@ def _acceptance_row(prompt: Prompt, answer: Completion, *, url: str) -> dict[str
 
 
 def _timing(answer: Completion) -> dict[str, Any]:
-    times = answer.token_times_s
+    times, rounds = answer.token_times_s, answer.speculative
     return {
         "num_tokens": len(answer.token_ids),
         "first_s": times[0] if times else None,
         "last_s": times[-1] if times else None,
         "finish_reason": answer.finish_reason,
+        "drafted": list(rounds.drafted) if rounds else [],
+        "accepted": list(rounds.accepted) if rounds else [],
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,11 @@ class Domain:
     raw_accepted: int  # as vLLM counts
     length: float | None
     length_without_looping: float | None
+    tokens_per_round: float | None
     looping: int  # responses that repeat themselves
     out_of_vocabulary: float | None  # share of the response tokens that cannot be drafted
     survivals: list[float]
+    reached: list[float]  # share of the drafts that got to each position
     speed: Speed
     first_token_s: dict[str, float | None]  # median, by engine, at concurrency 1
 
@@ -34,7 +36,9 @@ class Results:
     domains: dict[str, Domain]
     macro_length: float | None
     macro_length_without_looping: float | None
+    macro_tokens_per_round: float | None
     macro_survivals: list[float]
+    macro_reached: list[float]
     macro_speedup: float | None
 
 
@@ -64,8 +68,15 @@ def aggregate(
         macro_length_without_looping=formulas.mean(
             domain.length_without_looping for domain in drafted
         ),
+        macro_tokens_per_round=formulas.mean(
+            domain.tokens_per_round for domain in domains.values()
+        ),
         macro_survivals=[
             formulas.mean(domain.survivals[position] for domain in drafted) or 0.0
+            for position in range(block_size)
+        ],
+        macro_reached=[
+            formulas.mean(domain.reached[position] for domain in drafted) or 0.0
             for position in range(block_size)
         ],
         macro_speedup=formulas.geometric_mean(domain.speed.ratio for domain in domains.values()),
@@ -78,6 +89,7 @@ def metrics(results: Results, *, lossless: Mapping[str, int]) -> dict[str, Any]:
         "macro_acceptance_length": results.macro_length,
         "macro_acceptance_length_without_looping": results.macro_length_without_looping,
         "macro_speedup": results.macro_speedup,
+        "macro_tokens_per_round": results.macro_tokens_per_round,
         "domains": {
             name: {
                 "acceptance_length": domain.length,
@@ -88,6 +100,9 @@ def metrics(results: Results, *, lossless: Mapping[str, int]) -> dict[str, Any]:
                 "baseline_tokens_per_s_per_user": domain.speed.baseline,
                 "prompts": domain.prompts,
                 "drafts": domain.rounds.drafts,
+                "tokens_per_round": domain.tokens_per_round,
+                "first_token_s": domain.first_token_s["drafter"],
+                "baseline_first_token_s": domain.first_token_s["baseline"],
             }
             for name, domain in results.domains.items()
         },
@@ -98,10 +113,11 @@ def metrics(results: Results, *, lossless: Mapping[str, int]) -> dict[str, Any]:
 def position_rows(results: Results) -> list[dict[str, Any]]:
     """by_position.csv; positions count from 1, `conditional` is empty where nothing got there."""
     sets = [
-        (name, domain.survivals, domain.rounds.drafts) for name, domain in results.domains.items()
+        (name, domain.survivals, domain.reached, domain.rounds.drafts)
+        for name, domain in results.domains.items()
     ]
     total = sum(domain.rounds.drafts for domain in results.domains.values())
-    sets.append((MACRO, results.macro_survivals, total))
+    sets.append((MACRO, results.macro_survivals, results.macro_reached, total))
     return [
         {
             "domain": name,
@@ -110,9 +126,9 @@ def position_rows(results: Results) -> list[dict[str, Any]]:
             "conditional": "" if conditional is None else conditional,
             "drafts": drafts,
         }
-        for name, survivals, drafts in sets
+        for name, survivals, reach, drafts in sets
         for position, (survival, conditional) in enumerate(
-            zip(survivals, formulas.conditional(survivals), strict=True), start=1
+            zip(survivals, formulas.conditional(survivals, reach), strict=True), start=1
         )
     ]
 
@@ -127,6 +143,8 @@ def domain_rows(results: Results) -> list[dict[str, Any]]:
             "prompts": domain.prompts,
             "looping": domain.looping,
             "drafts": domain.rounds.drafts,
+            "undrafted_rounds": domain.rounds.undrafted,
+            "tokens_per_round": domain.tokens_per_round,
             "accepted": sum(domain.rounds.accepted),
             "out_of_vocabulary": domain.out_of_vocabulary,
             "tokens_per_s_per_user": domain.speed.drafter,
@@ -167,7 +185,7 @@ def _domain(
     raw = formulas.together(
         Rounds(tuple(row["drafted"]), tuple(row["accepted"])) for row in acceptance
     )
-    rounds = _rounds(acceptance)
+    rounds = response_rounds(acceptance)
     length = formulas.acceptance_length(rounds)
     survivals = formulas.survival(rounds, num_positions=block_size)
     if length is not None:
@@ -179,14 +197,16 @@ def _domain(
         raw_accepted=sum(raw.accepted),
         length=length,
         length_without_looping=formulas.acceptance_length(
-            _rounds([row for row in acceptance if not row["looping"]])
+            response_rounds(row for row in acceptance if not row["looping"])
         ),
+        tokens_per_round=formulas.tokens_per_round(rounds),
         looping=sum(row["looping"] for row in acceptance),
         out_of_vocabulary=sum(row["out_of_vocabulary"] for row in acceptance) / num_tokens
         if num_tokens
         else None,
         survivals=survivals,
-        speed=formulas.domain_speed(map(_pair, speed), min_tokens=min_speed_tokens),
+        reached=formulas.reached(rounds, num_positions=block_size),
+        speed=formulas.domain_speed(map(pair, speed), min_tokens=min_speed_tokens),
         first_token_s={
             engine: formulas.median(row[engine]["first_s"] for row in speed)
             for engine in ("drafter", "baseline")
@@ -194,18 +214,21 @@ def _domain(
     )
 
 
-def _rounds(acceptance: Sequence[Mapping[str, Any]]) -> Rounds:
+def response_rounds(rows: Iterable[Mapping[str, Any]]) -> Rounds:
+    """The rounds of responses: rows with drafted, accepted, num_tokens and finish_reason."""
     return formulas.together(
         formulas.trimmed(
             Rounds(tuple(row["drafted"]), tuple(row["accepted"])),
             num_tokens=row["num_tokens"],
             finish_reason=row["finish_reason"],
         )
-        for row in acceptance
+        for row in rows
     )
 
 
-def _pair(row: Mapping[str, Any]) -> Pair:
+def pair(row: Mapping[str, Any]) -> Pair:
+    """A row of the speed journal (measure.py)."""
+
     def speed(timing: Mapping[str, Any]) -> float | None:
         if timing["first_s"] is None:
             return None

@@ -43,6 +43,7 @@ def results(folder: Path, *, acceptance_length: float) -> Path:
         "macro_speedup": 0.9,
         "domains": dict.fromkeys(DOMAINS, domain | speeds),
         "lossless": {"checked": 9, "identical": 9},
+        "full": {"throughput_c16": 250.0, "matched_interactivity_ratio": None},
     }
     (folder / "metrics.json").write_text(json.dumps(body))
     trained = {"best_step": 20, "domains": {"qa": {"acceptance_length": 1.25}}, "nothing": None}
@@ -88,6 +89,7 @@ def test_two_runs_compare(root: Path, client: MlflowClient, params: Params, tmp_
         assert run.data.metrics["macro_acceptance_length"] == length
         assert run.data.metrics["drafter/domains/qa/acceptance_length"] == 1.25
         assert "drafter/nothing" not in run.data.metrics
+        assert run.data.metrics["full/throughput_c16"] == 250.0
         assert run.data.params["drafter.num_layers"] == str(params.drafter.num_layers)
         assert run.data.tags["mlflow.source.git.commit"] == "c0ffee"
 
