@@ -222,6 +222,7 @@ class EvaluateParams(Section):
     lossless_prompts: Positive
     lossless_tokens: Positive
     seed: int
+    compare_with: str | None
 
 
 class Params(Section):

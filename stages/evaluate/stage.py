@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from stages import contracts, summary
-from stages.evaluate import lossless, measure, plots, results
+from stages.evaluate import lossless, measure, plots, report, results
 from stages.evaluate.prompts import Prompt, first_of_each, read_prompts, room, spread
 from stages.evaluate.responses import judged, read_draft_vocabulary
 from stages.journal import Journal
@@ -45,11 +45,14 @@ def run(
     inputs: Mapping[str, Path],
     out: Path,
 ) -> None:
-    """Measures and publishes metrics.json, tables and plots, and prints the results table.
+    """Measures and publishes metrics.json, tables, plots and the report, and prints the results.
 
     Raises ValueError when requests fail, counts contradict each other, or the drafter changes the
     target's output; nothing is published then.
     """
+    earlier = None if evaluate.compare_with is None else Path(evaluate.compare_with)
+    if earlier is not None:
+        report.read_evaluation(earlier)  # refused before anything is measured
     manifests = {
         name: contracts.read_manifest(inputs[name], kind)
         for name, kind in (("target", "target"), ("prompts", "prepare"), ("package", "package"))
@@ -107,6 +110,8 @@ def run(
     contracts.write_json(
         artifact / "serving.json",
         {
+            "package": manifests["package"].info["name"],
+            "target": manifests["target"].info["name"],
             "settings": {**recipe["params"], "block_size": block_size},
             "environment": _environment(services),
             "notes": results.notes(found, min_speed_tokens=evaluate.min_speed_tokens),
@@ -117,6 +122,12 @@ def run(
             "speed": speed,
             "lossless": json.loads((work / "lossless.json").read_text()),
         },
+    )
+    report.write(
+        artifact / "report.html",
+        evaluation=artifact,
+        package=inputs["package"],
+        compare_with=earlier,
     )
     _write_tables(artifact, found, block_size=block_size)
     contracts.write_manifest(
