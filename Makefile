@@ -7,6 +7,7 @@
 # make bench-cache                                      reading states against safetensors and Arrow
 # make bench-serve                                      draft rules and a plain engine under load
 # make bench-quality PROMPTS=DIR [SEED=n] [BUDGETS=300,1200]   ours against speculators' trainer
+# make screenshots                                      pictures of evaluation/report.html for docs/; needs Chromium
 # Each target makes .venv on first use; after that it costs nothing.
 
 PROFILE ?= default
@@ -32,7 +33,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export VLLM_NO_USAGE_STATS := 1
 
 .PHONY: bench-cache bench-extract bench-quality bench-serve bench-train evaluate-full retrain serve test
-.PHONY: lint ui serve-flows setup lock
+.PHONY: lint screenshots ui serve-flows setup lock
 .DEFAULT_GOAL := retrain
 
 retrain: setup
@@ -68,6 +69,9 @@ bench-serve: setup
 bench-quality: setup .venv/.dev-installed
 	@test -n "$(PROMPTS)" || { echo "make bench-quality: set PROMPTS=DIR, a folder of JSONL files" >&2; exit 1; }
 	@python -m bench.quality --prompts "$(PROMPTS)" --budgets "$(BUDGETS)" $(if $(SEED),--seed $(SEED)) $(BENCH)
+
+screenshots: setup .venv/.dev-installed
+	@python -m tools.screenshots evaluation/report.html --out docs
 
 ui: setup
 	@echo "MLflow: http://127.0.0.1:5000 (Ctrl-C ends it)"

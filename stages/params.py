@@ -246,6 +246,7 @@ class EvaluateParams(Section):
     context_prompts: Positive
     longbench: str | None
     seed: int
+    compare_with: str | None
 
     @field_validator("load_concurrencies", "context_lengths")
     @classmethod

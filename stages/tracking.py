@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stages.nested import flatten
 from stages.params import Params
 
 if TYPE_CHECKING:
@@ -164,13 +165,3 @@ def read_curve(path: Path) -> Iterator[tuple[str, float, int]]:
             for name, value in row.items():
                 if value not in ("", None):
                     yield name, float(value), step
-
-
-def flatten(body: Mapping[str, Any], *, separator: str = ".") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested mappings as (joined key, value)."""
-    for key, value in body.items():
-        if isinstance(value, Mapping) and value:
-            for inner, leaf in flatten(value, separator=separator):
-                yield f"{key}{separator}{inner}", leaf
-        else:
-            yield key, value

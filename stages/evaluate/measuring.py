@@ -1,7 +1,7 @@
 """The measurements of one evaluation, on one pair of servers at a time.
 
-Every row goes to a journal in the stage's working folder as soon as it is known, so a stage that was
-killed measures only what is missing.
+Every row goes to a journal in the stage's working folder as soon as it is known, so a stage that
+was killed measures only what is missing.
 """
 
 from __future__ import annotations

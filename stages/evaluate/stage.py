@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stages import contracts, summary
-from stages.evaluate import full, intervals, lossless, measure, results, tables
+from stages.evaluate import formulas, full, intervals, lossless, measure, outputs, report, results
 from stages.evaluate.measuring import Measuring
 from stages.evaluate.prompts import read_prompts, room, spread
 from stages.evaluate.responses import judged, read_draft_vocabulary
@@ -36,11 +36,14 @@ def run(
     inputs: Mapping[str, Path],
     out: Path,
 ) -> None:
-    """Measures and publishes metrics.json, tables and plots, and prints the results table.
+    """Measures and publishes metrics.json, tables, plots and the report, and prints the results.
 
     Raises ValueError when requests fail, counts contradict each other, or the drafter changes the
     target's output; nothing is published then.
     """
+    earlier = None if evaluate.compare_with is None else Path(evaluate.compare_with)
+    if earlier is not None:
+        report.read_evaluation(earlier)  # refused before anything is measured
     manifests = {
         name: contracts.read_manifest(inputs[name], kind)
         for name, kind in (("target", "target"), ("prompts", "prepare"), ("package", "package"))
@@ -133,12 +136,18 @@ def run(
     contracts.write_json(
         artifact / "serving.json",
         {
+            "package": manifests["package"].info["name"],
+            "target": manifests["target"].info["name"],
             "settings": {**recipe["params"], "block_size": block_size},
-            "environment": tables.environment(services),
+            "environment": outputs.environment(services),
             "notes": notes,
             "warnings": warnings,
             "sessions": sessions,
-            "domains": tables.details(found),
+            "domains": outputs.details(found),
+            "macro": {
+                "survival": found.macro_survivals,
+                "conditional": formulas.conditional(found.macro_survivals, found.macro_reached),
+            },
             "intervals": intervals.bootstrap(
                 acceptance,
                 speed,
@@ -152,7 +161,13 @@ def run(
             "lossless": json.loads((work / "lossless.json").read_text()),
         },
     )
-    tables.write(artifact, found, block_size=block_size, deep=full_body)
+    report.write(
+        artifact / "report.html",
+        evaluation=artifact,
+        package=inputs["package"],
+        compare_with=earlier,
+    )
+    outputs.write(artifact, found, block_size=block_size, deep=full_body)
     contracts.write_manifest(
         artifact,
         contracts.Manifest(

@@ -7,11 +7,13 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 
 from stages import contracts
+from stages.evaluate import report
 from stages.params import DOMAINS, EngineParams, Params, Services
 from tests.evaluate.case import (
     ACCEPTED,
@@ -97,6 +99,35 @@ def test_metrics_have_the_keys_that_stay_for_ever(case: Case, urls: Services) ->
     orders = [tuple(row["order"]) for row in serving_file["speed"]]
     assert orders.count(("baseline", "drafter")) == 9
     assert (out / "plots" / "acceptance_by_domain.png").stat().st_size > 1000
+
+
+def test_the_report_is_of_what_was_published(case: Case, urls: Services) -> None:
+    body = {"method": "none", "samples": 1, "blocks": 2, "slots": []}
+    contracts.write_json(case.inputs["package"] / "calibration.json", body)
+    earlier = case.run(urls).rename(case.folder / "earlier")
+    case.evaluate = case.evaluate.model_copy(update={"compare_with": "earlier"})
+    out = case.run(urls)
+    page = (out / "report.html").read_text()
+    assert "Against earlier" in page
+    assert "The package holds no calibration.json." not in (earlier / "report.html").read_text()
+    with chdir(case.folder):
+        again = case.folder / "again.html"
+        report.write(
+            again,
+            evaluation=Path("evaluation"),
+            package=case.inputs["package"],
+            compare_with=Path("earlier"),
+        )
+    assert again.read_text() == page
+
+
+def test_an_earlier_evaluation_that_is_none_is_refused_before_anything_is_asked(
+    case: Case, urls: Services
+) -> None:
+    case.evaluate = case.evaluate.model_copy(update={"compare_with": "nowhere"})
+    with pytest.raises(ValueError, match=r"nowhere/metrics\.json: no such file"):
+        case.run(urls)
+    assert not case.drafter.requests
 
 
 def test_only_what_is_missing_is_asked_again(case: Case, urls: Services) -> None:

@@ -19,7 +19,7 @@ from stages import contracts
 from stages.evaluate import measure
 from stages.params import DOMAINS, EngineParams, Params, Services
 from stages.serving import plans
-from stages.serving.speculative import speculative_arguments
+from stages.serving.serve import drafter_arguments
 from tests.conftest import TINY_LAYER_IDS
 from tests.evaluate.case import BLOCK, RESPONSE, Case, serving
 from tests.random_drafter import config_for, random_tensors, write_package
@@ -108,10 +108,8 @@ def drafter_plan(case: Case, services: Services) -> plans.process.Plan:
         engine=case.engine,
         services=services,
         arguments=[
-            *speculative_arguments(
-                case.inputs["package"], num_speculative_tokens=BLOCK, device="cpu"
-            ),
-            *("--per-request-spec-decode-metrics", "detailed", "--no-enable-prefix-caching"),
+            *drafter_arguments(case.inputs["package"], serve=case.params.serve),
+            "--no-enable-prefix-caching",
         ],
         environment={},
     )

@@ -215,3 +215,5 @@ def test_the_run_is_recorded_with_its_package(checkout: Path, first_run: str) ->
     assert client.get_metric_history(run_id, "train/validation_acceptance_length")
     files = {entry.path for entry in client.list_artifacts(run_id, "package")}
     assert {"package/config.json", "package/manifest.json"} <= files
+    measured = {entry.path for entry in client.list_artifacts(run_id, "evaluation")}
+    assert {"evaluation/metrics.json", "evaluation/report.html"} <= measured
