@@ -24,11 +24,11 @@ from stages.params import DOMAINS
 AUTHORED, LONGBENCH = "authored", "LongBench-v2"
 CHARACTERS_PER_TOKEN = 4  # about; chooses LongBench-v2's texts by length before any is tokenised
 MOST_CHARACTERS_PER_TOKEN = 16  # more of a text than this never fits
-QUESTIONS = (
-    "Say in your own words what the documents above are about, one after the other.",
-    "Which of the documents above is the most useful one, and why? Explain at length.",
-    "Write a long letter to a friend that tells them what is in the documents above.",
-    "What do the documents above have in common, and where do they differ?",
+QUESTIONS = (  # that call for long answers: short ones do not count for speed
+    "Write a long letter to a friend that tells them, one by one, what is in the documents.",
+    "Explain at length, in your own words and point by point, what the documents above are about.",
+    "Write an essay on what the documents above have in common and where they differ.",
+    "Write a story in which everything that the documents above speak of occurs.",
 )
 KEYS = ("context", "question", "choice_A", "choice_B", "choice_C", "choice_D")
 

@@ -143,6 +143,7 @@ def body(
         ),
         "context_source": long.source,
         "sampled": sampling(rows["sampled"], temperature=evaluate.sampled_temperature),
+        "context_responses": list(rows["context"]),
         "failures": {str(row["concurrency"]): row["failures"] for row in load},
     }
 

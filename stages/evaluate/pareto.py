@@ -29,9 +29,11 @@ def points(sides: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def matched(drafter: Sequence[Point], baseline: Sequence[Point]) -> list[dict[str, float]]:
     """Both throughputs and their ratio at every interactivity that either engine was measured at
-    and both reached. Between measured points a curve is a straight line; it is never extended.
+    and both reached.
 
-    Quotients of lines are monotonic between such points, so the best ratio is among them.
+    A curve joins the points that no other one of the same engine beats in both; between them it is
+    a straight line, and it is never extended. Quotients of lines are monotonic between such points,
+    so the best ratio is among them.
     """
     if not drafter or not baseline:
         return []
@@ -62,9 +64,10 @@ def compare(
 
 
 def _curve(given: Sequence[Point]) -> tuple[list[float], list[float]]:
-    """Increasing interactivities and their throughputs; of equal ones the higher throughput."""
-    best: dict[float, float] = {}
-    for point in given:
-        speed = point["interactivity"]
-        best[speed] = max(point["throughput"], best.get(speed, 0.0))
-    return sorted(best), [best[speed] for speed in sorted(best)]
+    """Increasing interactivities and falling throughputs of the points that no other one beats in
+    both: nobody would serve at the others, and a disturbed one would bend the curve."""
+    curve: list[tuple[float, float]] = []
+    for point in sorted(given, key=lambda p: (-p["interactivity"], -p["throughput"])):
+        if not curve or point["throughput"] > curve[-1][1]:
+            curve.append((point["interactivity"], point["throughput"]))
+    return [speed for speed, _ in curve[::-1]], [whole for _, whole in curve[::-1]]

@@ -120,6 +120,15 @@ def test_throughput_is_compared_where_both_curves_were_measured() -> None:
     }
 
 
+def test_a_point_that_another_of_its_engine_beats_in_both_bends_no_curve() -> None:
+    drafter = {1: side(50.0, 50.0), 2: side(30.0, 80.0)}
+    disturbed = {1: side(25.0, 20.0), 2: side(40.0, 70.0), 4: side(20.0, 100.0)}
+    found = pareto.compare(drafter, disturbed)
+    assert len(found["points"]["baseline"]) == 3
+    assert [row["interactivity"] for row in found["matched"]] == [30.0, 40.0]
+    assert found["best_ratio"] == pytest.approx(80 / 85)
+
+
 def both(drafter: float, baseline: float) -> dict[str, object]:
     return {
         "drafter": pytest.approx(drafter),
