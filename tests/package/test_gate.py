@@ -216,7 +216,7 @@ def test_weights_that_changed_on_the_way_fail_the_gate(
 ) -> None:
     """Query and key norms exchanged: every shape fits, and vLLM loads it without a word."""
     package = tmp_path / "package"
-    shutil.copytree(drafter, package, ignore=shutil.ignore_patterns("gate*", "man*"))
+    shutil.copytree(drafter, package, ignore=shutil.ignore_patterns("gate*", "confidence*", "man*"))
     tensors = stage.to_bfloat16(load_file(drafter / "model.safetensors"))
     spoiled = dict(tensors)
     names = [f"layers.0.self_attn.{name}_norm.weight" for name in "qk"]
