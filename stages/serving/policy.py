@@ -1,7 +1,7 @@
 """What the proposer decides each round: whether to draft at all, and how many of its drafts each
 request has verified. No vLLM import.
 
-Three rules, named as in params.yaml (serve.scheduler): `prefix` is the hardware-aware scheduler
+The rules are named as in params.yaml (serve.scheduler): `prefix` is the hardware-aware scheduler
 (stages/dspark/scheduler.py), `fixed` verifies num_draft_tokens, `threshold` cuts a block before the
 first slot whose survival is below serve.threshold; `none` never drafts.
 

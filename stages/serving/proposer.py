@@ -123,7 +123,6 @@ class DSparkProposer(DFlashProposer):
             raise PackageMismatch("targets with M-RoPE positions are not served here")
         self.policy, self.runner = policy, runner
         self.last_confidences: torch.Tensor | None = None  # [B, N], of the latest pass
-        self.last_lengths: list[int] = []  # [B], of the latest round
         self.measuring = False  # costs.py runs the target alone
         self._pending: list[Context] = []
         self._started: float | None = None  # the latest round
@@ -164,7 +163,6 @@ class DSparkProposer(DFlashProposer):
         num_requests = common_attn_metadata.batch_size()
         decoding = torch.from_numpy(~self.runner.discard_request_mask.np[:num_requests])
         self._last_draft_probs = None
-        self.last_lengths = [0] * num_requests
         slots = common_attn_metadata.slot_mapping[: len(target_positions)]
         self._pending.append(Context(target_hidden_states, target_positions.clone(), slots.clone()))
         statistics = self.policy.statistics
@@ -202,7 +200,6 @@ class DSparkProposer(DFlashProposer):
         seq_lens = _valid(common_attn_metadata.seq_lens, num_rejected_tokens_gpu)
         fits = seq_lens[:num_requests] + num_speculative_tokens <= self.max_model_len
         lengths = self.policy.lengths(self.last_confidences.cpu(), may_draft=decoding & fits.cpu())
-        self.last_lengths = lengths
         listed = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
         statistics.decision_s += time.perf_counter() - drafted
         return listed

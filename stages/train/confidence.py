@@ -15,7 +15,7 @@ from torch import Tensor
 from stages.dspark.acceptance import leading_matches
 from stages.dspark.calibration import Blocks
 from stages.dspark.draft import draft_blocks
-from stages.dspark.slots import slot_table
+from stages.dspark.step import run_backbone
 from stages.states.source import Sample
 from stages.train.batches import plan_epoch
 from stages.train.passes import Passes
@@ -29,7 +29,6 @@ CHUNK = 512  # blocks drafted at once
 def held_out_blocks(passes: Passes, samples: Sequence[Sample], *, draft_vocab: Tensor) -> Blocks:
     """ANCHORS blocks of every sample; `passes` of one process, with the packaged weights."""
     drafter, frozen = passes.drafter, passes.frozen
-    block_size = drafter.config.block_size
     draft_vocab = draft_vocab.to(passes.device)
     lengths = [sample["num_tokens"] for sample in samples]
     plan = plan_epoch(lengths, batch_tokens=passes.params.batch_tokens, seed=SEED)
@@ -38,17 +37,9 @@ def held_out_blocks(passes: Passes, samples: Sequence[Sample], *, draft_vocab: T
         for documents in plan:
             chosen = [samples[i] for i in documents]
             batch = passes.load(chosen, states, ANCHORS, [SEED + i for i in documents])
-            table = slot_table(batch.anchors, batch.loss_mask, block_size=block_size)
-            anchors = batch.input_ids.gather(1, batch.anchors.clamp(min=0))
-            following = batch.input_ids.gather(1, table.target.flatten(1)).view_as(table.target)
-            embedding, mask = frozen.embedding, frozen.embedding[drafter.config.mask_token_id]
             with passes.autocast():
-                backbone = drafter(
-                    batch.planes,
-                    batch.anchors,
-                    embedding[anchors].to(batch.planes.dtype),
-                    mask.to(batch.planes.dtype),
-                )
+                table, anchors, backbone = run_backbone(drafter, batch, frozen)
+                following = batch.input_ids.gather(1, table.target.flatten(1)).view_as(table.target)
                 present = table.valid[..., 0]
                 for block in present.nonzero().split(CHUNK):
                     at = block.unbind(-1)
