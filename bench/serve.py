@@ -34,7 +34,7 @@ PLAIN = "plain"
 RULES = ("none", "fixed", "threshold", "prefix")
 CONTENDERS = (PLAIN, *RULES)
 PER_DOMAIN = 4
-REQUESTS = {1: 9, 2: 18, 4: 18, 8: 27, 16: 45}  # a round
+REQUESTS = {1: 9, 2: 18, 4: 18, 8: 36, 16: 72}  # a round
 
 
 class Measured(NamedTuple):

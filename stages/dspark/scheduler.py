@@ -3,8 +3,9 @@
 
 R requests, N slots a block, K blocks. survival [R, N] is the cumulative product of the calibrated
 confidences: the probability that the slot and all before it are accepted. A round then yields
-R + sum of the admitted survivals tokens in the time of one target step over R + admitted tokens and
-one draft pass over R requests; the scheduler maximises the quotient.
+R + sum of the admitted survivals tokens in the time of one target step over R + admitted tokens,
+one draft pass over R requests and the engine's own work around them (overhead); the scheduler
+maximises the quotient.
 
 Admission goes through the slots in the order of their survival and stops at the first that does not
 raise the quotient. Whether a slot is verified so never depends on the token drafted there, nor on a
@@ -18,6 +19,7 @@ Cost: one sort of R * N numbers; no loop.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,17 +60,34 @@ def survival(confidences: Tensor) -> Tensor:
     return confidences.double().cumprod(-1)
 
 
-def admit(survivals: Tensor, costs: CostTable) -> Tensor:
+class Overhead(NamedTuple):
+    """Seconds of a round that the cost table does not know; may be negative where it is too high.
+
+    Part of the quotient only: the same for every length, so that no length is looked ahead for.
+    """
+
+    drafting: float = 0.0
+    idle: float = 0.0
+
+
+NO_OVERHEAD = Overhead()
+
+
+def admit(survivals: Tensor, costs: CostTable, overhead: Overhead = NO_OVERHEAD) -> Tensor:
     """Lengths int64 [R] by algorithm 1. survivals [R, N]: never rising along N."""
     num_requests, num_slots = survivals.shape
     value, order = _sorted(survivals)
-    admitted, _ = _best(value, num_requests=num_requests, weight=1.0, costs=costs)
+    admitted, _ = _best(
+        value, num_requests=num_requests, weight=1.0, costs=costs, overhead_s=overhead.drafting
+    )
     return torch.bincount(order[:admitted] % num_requests, minlength=num_requests).clamp(
         max=num_slots
     )
 
 
-def draft_gain(recent: Tensor, *, num_requests: int, costs: CostTable) -> float:
+def draft_gain(
+    recent: Tensor, *, num_requests: int, costs: CostTable, overhead: Overhead = NO_OVERHEAD
+) -> float:
     """What drafting is expected to give now: tokens a second over those without any draft.
 
     recent [K, N]: survivals of blocks drafted lately, taken for what the next ones will be like;
@@ -76,9 +95,15 @@ def draft_gain(recent: Tensor, *, num_requests: int, costs: CostTable) -> float:
     """
     value, _ = _sorted(recent)
     weight = num_requests / len(recent)
-    _, rate = _best(value, num_requests=num_requests, weight=weight, costs=costs)
-    idle = num_requests / float(costs.step_s[min(num_requests, costs.max_tokens)])
-    return rate / idle
+    _, rate = _best(
+        value,
+        num_requests=num_requests,
+        weight=weight,
+        costs=costs,
+        overhead_s=overhead.drafting,
+    )
+    idle_s = float(costs.step_s[min(num_requests, costs.max_tokens)])
+    return rate * (idle_s + max(overhead.idle, -0.5 * idle_s)) / num_requests
 
 
 def fixed_lengths(survivals: Tensor, *, length: int) -> Tensor:
@@ -99,7 +124,7 @@ def _sorted(survivals: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _best(
-    value: Tensor, *, num_requests: int, weight: float, costs: CostTable
+    value: Tensor, *, num_requests: int, weight: float, costs: CostTable, overhead_s: float
 ) -> tuple[int, float]:
     """How many of the sorted survivals to admit, and the tokens a second that gives.
 
@@ -109,8 +134,8 @@ def _best(
     tokens = num_requests + weight * count
     expected = num_requests + weight * torch.cat([value.new_zeros(1), value.cumsum(0)])
     # A step that the table does not reach costs what its last stretch extrapolates to.
-    seconds = costs.steps(tokens) + costs.draft_s[min(num_requests, costs.max_tokens)]
-    rate = expected / seconds
+    table_s = costs.steps(tokens) + costs.draft_s[min(num_requests, costs.max_tokens)]
+    rate = expected / (table_s + max(overhead_s, -0.5 * float(table_s[0])))
     stops = (rate[1:] <= rate[:-1]) | (value <= 0)
     admitted = int(stops.nonzero()[0]) if bool(stops.any()) else len(value)
     return admitted, float(rate[admitted])

@@ -17,7 +17,7 @@ from stages.evaluate import context, formulas, pareto, results
 from stages.evaluate.prompts import Prompt, first_of_each, room
 from stages.params import DOMAINS, EngineParams, EvaluateParams, Services
 from stages.services import MANAGED
-from stages.serving import process
+from stages.serving.launch import given_endpoint
 
 FULL = "full"
 ENGINE_PREFIX = {"drafter": "", "baseline": "baseline_"}
@@ -82,7 +82,7 @@ def plan_context(
     limit = min(
         target_limit(inputs["target"], engine=engine)
         if url == MANAGED
-        else given_limit(url, engine=engine)
+        else given_endpoint(url).max_model_len or engine.max_model_len
         for url in urls
     )
     longest = room(max_model_len=limit, max_tokens=evaluate.max_tokens, block_size=block_size)
@@ -115,12 +115,6 @@ def target_limit(target: Path, *, engine: EngineParams) -> int:
     config = json.loads((target / "config.json").read_text())
     text = config.get("text_config", config)
     return max(engine.max_model_len, int(text.get("max_position_embeddings") or 0))
-
-
-def given_limit(url: str, *, engine: EngineParams) -> int:
-    """What a given server serves; engine.max_model_len where it does not say."""
-    answer = process.get_json(f"{url.rstrip('/')}/v1/models", timeout_s=30.0)
-    return int(answer["data"][0].get("max_model_len") or engine.max_model_len)
 
 
 def body(

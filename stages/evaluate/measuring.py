@@ -19,8 +19,7 @@ from stages.evaluate.prompts import Prompt
 from stages.journal import Journal
 from stages.params import EngineParams, EvaluateParams, ServeParams, Services
 from stages.services import MANAGED
-from stages.serving import process
-from stages.serving.launch import Endpoint, vllm_server
+from stages.serving.launch import Endpoint, given_endpoint, vllm_server
 from stages.serving.plans import on_cpu
 from stages.serving.serve import drafter_arguments
 
@@ -146,8 +145,7 @@ class Measuring:
         self, role: str, url: str, arguments: Sequence[str], environment: Mapping[str, str]
     ) -> Iterator[Endpoint]:
         if url != MANAGED:
-            answer = process.get_json(f"{url.rstrip('/')}/v1/models", timeout_s=30.0)
-            yield Endpoint(url.rstrip("/"), answer["data"][0]["id"], log=None, master=None)
+            yield given_endpoint(url)
             return
         # A prompt is sent more than once; a cached prefix would make the second one look faster.
         shared = ["--no-enable-prefix-caching", "--seed", str(self._evaluate.seed % 2**32)]

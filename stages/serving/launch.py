@@ -27,16 +27,19 @@ OWNER = "DSPARK_OWNER"
 SERVICES_OWNER = "DSPARK_SERVICES_OWNER"
 """Set where OWNER is a torchrun's pipe: the flow whose services the ranks use."""
 PLANES = "DSPARK_PLANES"
+GIVEN_TIMEOUT_S = 30.0  # for a given server to say what it serves
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that answers. `log` is None for a given one; `master` is Mooncake's host:port."""
+    """A server that answers. `master` is Mooncake's host:port; a given server has no `log`, and
+    says its max_model_len or does not."""
 
     url: str
     model: str
     log: Path | None
     master: str | None
+    max_model_len: int | None = None
 
 
 @contextmanager
@@ -179,7 +182,7 @@ def _servers(
 ) -> list[Endpoint]:
     """vllm.num_servers managed servers, started side by side, or the given ones."""
     if not services.vllm.managed:
-        return [_given(url, services=services, master=master) for url in services.vllm.urls]
+        return [given_endpoint(url, master=master) for url in services.vllm.urls]
     plan = plans.target_plan(
         target, engine=engine, services=services, planes=planes, master=master, seed=seed
     )
@@ -208,9 +211,19 @@ def _endpoint(service: process.Service, *, model: str, master: str | None) -> En
     )
 
 
-def _given(url: str, *, services: Services, master: str | None) -> Endpoint:
-    """An endpoint that somebody else runs: its first model, or a ValueError that it is dead."""
-    answer: dict[str, Any] = process.get_json(
-        url.rstrip("/") + "/v1/models", timeout_s=min(30.0, services.vllm.request_timeout_s)
+def given_endpoint(url: str, *, master: str | None = None) -> Endpoint:
+    """A server that somebody else runs, and its first model.
+
+    Raises ValueError where it does not answer or serves none.
+    """
+    url = url.rstrip("/")
+    models = process.get_json(f"{url}/v1/models", timeout_s=GIVEN_TIMEOUT_S).get("data")
+    if not models:
+        raise ValueError(f"{url} (services.yaml) names no model at /v1/models: is it vLLM's?")
+    return Endpoint(
+        url=url,
+        model=models[0]["id"],
+        log=None,
+        master=master,
+        max_model_len=models[0].get("max_model_len"),
     )
-    return Endpoint(url=url.rstrip("/"), model=answer["data"][0]["id"], log=None, master=master)

@@ -7,14 +7,21 @@ first slot whose survival is below serve.threshold; `none` never drafts.
 
 The draft pass costs time whatever becomes of its drafts, so `prefix` also decides before it whether
 to run: it takes the blocks drafted lately for what the next ones will be like, which depends on
-nothing that is drafted now. It looks again every EVERY rounds of the same batch size, and drafts
-one round in PROBE while it does not, so that it learns when the text becomes predictable.
+nothing that is drafted now. It looks again every EVERY rounds of the same batch size. After PROBE
+rounds of one kind comes one of the other: so it learns when the text becomes predictable, and what
+rounds of either kind take.
+
+The cost table was measured with an idle engine. What rounds take beyond it (scheduling, sampling,
+answering over HTTP: 4 ms of 28 with eight requests on two cores, 10 of 43 where they draft) is
+learnt from the rounds themselves, apart for those that draft and those that do not.
 
 R requests, N slots.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,6 +31,7 @@ from torch import Tensor
 from stages.dspark.calibration import calibrated
 from stages.dspark.scheduler import (
     CostTable,
+    Overhead,
     admit,
     draft_gain,
     fixed_lengths,
@@ -36,6 +44,10 @@ RECENT = 64  # blocks that tell what drafting is worth
 FEWEST = 16  # below it, drafting is tried
 EVERY = 16
 PROBE = 64
+TIMED = 32  # rounds whose median tells the overhead; prefills are the minority among them
+MARGIN = (
+    1.03  # of the expected gain: a step that also prefills pays more for a draft than the table
+)
 
 
 @dataclass
@@ -70,7 +82,12 @@ class DraftPolicy:
         self._temperatures = torch.tensor(temperatures or [1.0] * num_slots)[:num_slots]
         self._recent = torch.empty(0, num_slots, dtype=torch.float64)
         self._decided: dict[int, tuple[int, bool]] = {}  # requests -> (round, draft or not)
-        self._round = self._idle = 0
+        self._round = 0
+        self._drafted = False  # in the latest round
+        self._alike = 0  # rounds before it that answered as it did
+        self._excess: dict[bool, deque[float]] = {
+            drafted: deque(maxlen=TIMED) for drafted in (True, False)
+        }
         self.scheduler = ""
         self.switch(scheduler)
 
@@ -81,21 +98,46 @@ class DraftPolicy:
         self.scheduler = scheduler
         self._decided.clear()
 
+    def took(self, seconds: float, *, num_requests: int, num_tokens: int) -> None:
+        """From the start of the latest round to that of the next, which had `num_tokens`."""
+        self.statistics.elapsed_s += seconds
+        costs = self.costs
+        if costs is not None and num_tokens <= num_requests * (1 + self.num_slots):
+            known = costs.step_s[min(num_tokens, costs.max_tokens)]
+            if self._drafted:
+                known = known + costs.draft_s[min(num_requests, costs.max_tokens)]
+            self._excess[self._drafted].append(seconds - float(known))
+
+    @property
+    def overhead(self) -> Overhead:
+        """What is known of it; where rounds of one kind are missing, that of the other."""
+        drafting, idle = (self._excess[drafted] for drafted in (True, False))
+        if not drafting and not idle:
+            return Overhead()
+        return Overhead(statistics.median(drafting or idle), statistics.median(idle or drafting))
+
     def wants_draft(self, num_requests: int) -> bool:
         """Before a round's draft pass: whether `num_requests` that decode should have one."""
         self.statistics.rounds += 1
         self.statistics.requests += num_requests
         self._round += 1
-        if self.scheduler != "prefix":
-            return self.scheduler != "none"
-        if self.costs is None or len(self._recent) < FEWEST or self._idle >= PROBE:
-            return True
+        answer = self.scheduler != "none"
+        if self.scheduler == "prefix" and self.costs is not None and len(self._recent) >= FEWEST:
+            pays = self._pays(num_requests, self.costs)
+            answer = pays if self._alike < PROBE else not self._drafted
+        self._alike = self._alike + 1 if answer == self._drafted else 0
+        self._drafted = answer
+        return answer
+
+    def _pays(self, num_requests: int, costs: CostTable) -> bool:
+        """Whether drafting is expected to be faster than not."""
         decided, answer = self._decided.get(num_requests, (-EVERY, True))
         if self._round - decided >= EVERY:
-            gain = draft_gain(self._recent, num_requests=num_requests, costs=self.costs)
-            answer = gain > 1.0
+            gain = draft_gain(
+                self._recent, num_requests=num_requests, costs=costs, overhead=self.overhead
+            )
+            answer = gain > MARGIN
             self._decided[num_requests] = (self._round, answer)
-        self._idle = 0 if answer else self._idle + 1
         return answer
 
     def lengths(self, confidences: Tensor, *, may_draft: Tensor) -> list[int]:
@@ -104,7 +146,6 @@ class DraftPolicy:
         confidences: float32 [R, N]; may_draft: bool [R], False for a request that is still being
         prefilled or is too near the length limit for a block.
         """
-        self._idle = 0
         self.statistics.drafted_rounds += 1
         survivals = survival(calibrated(confidences, self._temperatures))
         self._recent = torch.cat([survivals[may_draft], self._recent])[:RECENT]
@@ -112,7 +153,7 @@ class DraftPolicy:
         if self.scheduler == "threshold":
             chosen = threshold_lengths(survivals, threshold=self.threshold)
         elif self.scheduler == "prefix" and self.costs is not None:
-            chosen = admit(survivals, self.costs)
+            chosen = admit(survivals, self.costs, self.overhead)
         else:
             chosen = fixed_lengths(survivals, length=self.num_slots)
         chosen = chosen * may_draft

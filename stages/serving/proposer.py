@@ -171,7 +171,11 @@ class DSparkProposer(DFlashProposer):
             self._write_context(above=PENDING)
             return [[]] * num_requests
         if self._started is not None:
-            statistics.elapsed_s += started - self._started
+            self.policy.took(
+                started - self._started,
+                num_requests=int(decoding.sum()),
+                num_tokens=common_attn_metadata.num_actual_tokens,
+            )
         self._started = started
         drafts = self.policy.wants_draft(int(decoding.sum()))
         decided = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stages.dspark.scheduler import CostTable
+from stages.dspark.scheduler import CostTable, Overhead
 from stages.serving.policy import EVERY, FEWEST, PROBE, DraftPolicy
 
 NUM_SLOTS = 4
@@ -59,6 +59,26 @@ def test_prefix_learns_from_a_probe_that_the_text_became_predictable() -> None:
     assert draft(made, 1, 0.02) is None
     answers = [draft(made, 1, 0.95) for _ in range(80 * PROBE)]
     assert answers[-1] == [4]
+
+
+def test_prefix_learns_what_rounds_take_beyond_the_cost_table() -> None:
+    """Drafts that pay off by the table alone, and rounds that take 40 ms more with them."""
+    made = policy("prefix")
+    assert made.costs is not None
+    assert made.overhead == Overhead()
+    drafted = []
+    for _ in range(4 * PROBE):
+        lengths = draft(made, 2, 0.5)
+        drafted.append(lengths is not None)
+        num_tokens = 2 + sum(lengths or [])
+        known, late = float(made.costs.step_s[num_tokens]), 0.001
+        if drafted[-1]:
+            known, late = known + float(made.costs.draft_s[2]), 0.040
+        made.took(known + late, num_requests=2, num_tokens=num_tokens)
+        made.took(9.0, num_requests=2, num_tokens=200)  # a prefill, which teaches nothing
+    assert sum(drafted[:PROBE]) >= PROBE - 1
+    assert sum(drafted[2 * PROBE :]) <= 2, "probes"
+    assert made.overhead == pytest.approx((0.040, 0.001))
 
 
 def test_temperatures_change_what_is_verified() -> None:
