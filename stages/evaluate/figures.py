@@ -20,6 +20,7 @@ LATENCIES: dict[str | None, tuple[str, str]] = {
 NAMES = {DRAFTER: "with the drafter", BASELINE: "plain vLLM"}
 MACRO = "macro average"
 LENGTH, SPEEDUP = "acceptance_length", "speedup"
+FEWEST_BLOCKS = 20  # of a point in a reliability diagram
 UNITS = {LENGTH: "tokens a round", SPEEDUP: "× plain vLLM"}
 TITLES = {LENGTH: "Acceptance length", SPEEDUP: "Speed-up of one user"}
 
@@ -254,7 +255,12 @@ def sampled(metrics: Body, serving: Body, body: Body) -> list[Chart]:
 
 
 def reliability(calibration: Body) -> list[Chart]:
-    """A square a slot: how often drafts were accepted at each stated confidence."""
+    """A square a slot: how often drafts were accepted at each stated confidence; bands of fewer
+    than FEWEST_BLOCKS are chance and left out."""
+
+    def points(slot: Body, which: str) -> list[Body]:
+        return [band for band in slot[which]["reliability"] if band["blocks"] >= FEWEST_BLOCKS]
+
     return [
         lines(
             f"Slot {slot['slot']}",
@@ -264,8 +270,8 @@ def reliability(calibration: Body) -> list[Chart]:
                 Line(
                     name,
                     css,
-                    [(band["confidence"], band["accepted"]) for band in slot[which]["reliability"]],
-                    notes=[f"{band['blocks']:,} blocks" for band in slot[which]["reliability"]],
+                    [(band["confidence"], band["accepted"]) for band in points(slot, which)],
+                    notes=[f"{band['blocks']:,} blocks" for band in points(slot, which)],
                     radius=3,
                 )
                 for which, css, name in (

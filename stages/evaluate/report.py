@@ -208,8 +208,9 @@ def _calibration(body: Body | None) -> Chapter:
         "Confidence",
         f"How often the first drafts were accepted at each stated confidence ({body.get('method')},"
         f" {body.get('blocks', 0):,} blocks of {body.get('samples', 0):,} held-out responses). On "
-        "the diagonal the confidence is right. ECE: expected calibration error, 0 is perfect; AUC: "
-        "how well it ranks, 1 is perfect.",
+        "the diagonal the confidence is right; points of fewer than "
+        f"{figures.FEWEST_BLOCKS} blocks are left out. ECE: expected calibration error, 0 is "
+        "perfect; AUC: how well it ranks, 1 is perfect.",
         missing=missing,
         charts=figures.reliability(body),
         legend=[(figures.BEFORE, "before"), (figures.DRAFTER, "after calibration")],

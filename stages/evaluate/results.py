@@ -98,6 +98,7 @@ def metrics(results: Results, *, lossless: Mapping[str, int]) -> dict[str, Any]:
                 "out_of_vocabulary": domain.out_of_vocabulary,
                 "tokens_per_s_per_user": domain.speed.drafter,
                 "baseline_tokens_per_s_per_user": domain.speed.baseline,
+                "speedup": domain.speed.ratio,
                 "prompts": domain.prompts,
                 "drafts": domain.rounds.drafts,
                 "tokens_per_round": domain.tokens_per_round,

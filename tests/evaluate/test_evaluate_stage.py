@@ -69,6 +69,7 @@ def test_metrics_have_the_keys_that_stay_for_ever(case: Case, urls: Services) ->
             "out_of_vocabulary",
             "tokens_per_s_per_user",
             "baseline_tokens_per_s_per_user",
+            "speedup",
             "prompts",
             "drafts",
             "tokens_per_round",

@@ -154,7 +154,7 @@ def full() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def calibration() -> dict[str, Any]:
     def side(ece: float) -> dict[str, Any]:
-        bands = [(0.125, 0.0625, 40), (0.5, 0.375, 200), (0.875, 0.8125, 90)]
+        bands = [(0.125, 0.0625, 40), (0.5, 0.375, 200), (0.875, 0.8125, 87), (0.95, 1.0, 3)]
         named = [{"confidence": c, "accepted": a, "blocks": n} for c, a, n in bands]
         return {"ece": ece, "auc": None, "reliability": named}
 
@@ -299,6 +299,12 @@ def test_intervals_are_drawn_and_named_in_tooltips() -> None:
     text = page("core")
     assert "qa, with the drafter: 1.375 tokens a round, interval 1.3125 to 2" in text
     assert "interval" not in page("oldest")
+
+
+def test_reliability_of_a_handful_of_blocks_is_not_drawn() -> None:
+    text = page("core", calibration=calibration())
+    assert "87 blocks" in text
+    assert not re.search(r"\b3 blocks", text)
 
 
 def test_what_is_missing_is_a_dash() -> None:

@@ -37,7 +37,11 @@ def results(folder: Path, *, acceptance_length: float) -> Path:
         "10,2.5,,\n20,2.0,1.25,1.5\n"
     )
     domain = {"acceptance_length": acceptance_length, "prompts": 12, "drafts": 34}
-    speeds = {"tokens_per_s_per_user": 30.0, "baseline_tokens_per_s_per_user": None}
+    speeds = {
+        "tokens_per_s_per_user": 30.0,
+        "baseline_tokens_per_s_per_user": None,
+        "speedup": None,
+    }
     body = {
         "macro_acceptance_length": acceptance_length,
         "macro_speedup": 0.9,
