@@ -1,4 +1,5 @@
-"""What tests share: the settings, two targets, and one real vLLM server with a Mooncake master.
+"""What tests share: the settings, two targets, one real vLLM server with a Mooncake master, and a
+drafter trained through them.
 
 tiny_target is a user's own model in small: another architecture (Qwen3) and another chat template
 than the packaged SmolLM2. Its server is shared by every test that needs one, because a start takes
@@ -8,7 +9,10 @@ about 15 s.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, chdir, suppress
 from pathlib import Path
@@ -20,6 +24,7 @@ from hypothesis import settings
 from stages import contracts
 from stages.params import EngineParams, ExtractParams, Params, Services, load_params, load_services
 from stages.serving.launch import Endpoint
+from tests.conversations import greedy_rows, write_conversations
 
 settings.register_profile("untimed", deadline=None)  # timing never decides a test
 settings.load_profile("untimed")
@@ -151,6 +156,86 @@ def given_services(extract_endpoint: Endpoint, small_services: Services) -> Serv
     vllm = small_services.vllm.model_copy(update={"endpoint": extract_endpoint.url})
     mooncake = small_services.mooncake.model_copy(update={"master": extract_endpoint.master})
     return small_services.model_copy(update={"vllm": vllm, "mooncake": mooncake})
+
+
+@pytest.fixture(scope="session")
+def trained(
+    params: Params,
+    tiny_target: Path,
+    tiny_engine: EngineParams,
+    tiny_extract: ExtractParams,
+    extract_endpoint: Endpoint,
+    given_services: Services,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A folder with a drafter of tiny_target trained on its own greedy responses by the stages
+    themselves: conversations, states, drafter, package.
+
+    It has seen what it is tested on (a random target has nothing to generalise): the last 16 of
+    the 64 conversations are held out too, under other ids.
+    """
+    from stages.extract import stage as extract_stage
+    from stages.package import stage as package_stage
+
+    small = params.model_copy(
+        update={
+            "engine": tiny_engine,
+            "extract": tiny_extract,
+            "drafter": params.drafter.model_copy(
+                update={
+                    "num_layers": 2,
+                    "block_size": 4,
+                    "intermediate_size": None,
+                    "draft_vocab_size": 2048,
+                    "markov_rank": 32,
+                }
+            ),
+            "train": params.train.model_copy(
+                update={
+                    "num_epochs": 12,
+                    "batch_tokens": 512,
+                    "prompt_anchors": False,
+                    "validations": 2,
+                    "checkpoint_interval_s": 3600.0,
+                }
+            ),
+        }
+    )
+    train = given_services.train.model_copy(update={"num_threads": 1})
+    services = given_services.model_copy(update={"train": train})
+    folder = tmp_path_factory.mktemp("trained")
+    rows = greedy_rows(extract_endpoint, 64, longest=70)
+    write_conversations(
+        folder / "conversations", [*rows, *rows[-16:]], temperature=0, validation=16
+    )
+    for name, section in {"params": small, "services": services}.items():
+        (folder / f"{name}.yaml").write_text(json.dumps(section.model_dump(mode="json")))
+    with chdir(folder):
+        extract_stage.run(
+            engine=tiny_engine,
+            extract=small.extract,
+            services=services,
+            target=tiny_target,
+            conversations=Path("conversations"),
+            out=Path("states"),
+        )
+        # A process of its own: the stage sets torch's threads.
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "stages.train", "--target", str(tiny_target)),
+                *("--hidden-states", "states", "--out", "drafter"),
+            ],
+            env={**os.environ, "PYTHONPATH": str(PROJECT)},
+            check=True,
+        )
+        package_stage.run(
+            package=small.package,
+            services=services,
+            target=tiny_target,
+            drafter=Path("drafter"),
+            out=Path("package"),
+        )
+    return folder
 
 
 @pytest.fixture

@@ -48,8 +48,8 @@ def random_rows(count: int, *, seed: int = 0) -> Rows:
     return rows
 
 
-def greedy_rows(endpoint: Endpoint, count: int) -> Rows:
-    """Random prompts of at most 20 tokens and the endpoint's own responses of 40."""
+def greedy_rows(endpoint: Endpoint, count: int, *, longest: int = 20) -> Rows:
+    """Random prompts of at most `longest` tokens and the endpoint's own responses of 40."""
 
     async def run() -> Rows:
         async with Client(endpoint.url, model=endpoint.model, timeout_s=120) as client:
@@ -58,7 +58,7 @@ def greedy_rows(endpoint: Endpoint, count: int) -> Rows:
                 answer = await client.complete(prompt, max_tokens=40, temperature=0.0)
                 return answer.token_ids
 
-            prompts = [ids[:20] for ids, _ in random_rows(count, seed=1)]
+            prompts = [ids[:longest] for ids, _ in random_rows(count, seed=1)]
             return [
                 (prompt + response, len(prompt))
                 async for prompt, response in run_bounded(prompts, one, concurrency=8)

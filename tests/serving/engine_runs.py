@@ -140,7 +140,7 @@ def one(run: dict[str, Any], *, shared: dict[str, Any]) -> dict[str, Any]:
     engine_runs.ROUNDS = []
     engine_runs.RAGGED = run.get("ragged", False)
     serve = ServeParams(**run["serve"])
-    package = Path(shared["packages"][run.get("package", "reduced")])
+    package = Path(shared["packages"][run.get("package", "trained")])
     sizes = {"max_model_len": 256, "kv_block_size": 32, "kv_cache_bytes": 2**28}
     sizes |= run.get("sizes", {})
     if "draws" in run:

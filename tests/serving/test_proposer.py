@@ -1,4 +1,5 @@
-"""Drafting in a real vLLM engine (CPU, float32, tiny target): lossless, and as our model drafts.
+"""Drafting in a real vLLM engine (CPU, tiny target, a trained drafter): lossless in float32, every
+draft the one our model makes, and accepted as often as in training.
 
 All engines run in one process of their own (engine_runs.py), which pays vLLM's import once.
 """
@@ -10,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +20,25 @@ import torch
 from safetensors.torch import load_file
 from scipy.stats import chisquare
 
+from stages import contracts
 from stages.dspark.config import DrafterConfig
 from stages.dspark.draft import draft_greedy
 from stages.dspark.model import Drafter
 from stages.dspark.vocab import check_d2t
-from stages.params import Services
+from stages.params import Services, load_params
 from stages.serving.plans import vllm_environment
+from stages.shards import read_samples
+from stages.states.source import CachedStates, Sample
+from stages.train.passes import Passes
+from stages.train.stage import frozen_tensors, whole
+from stages.train.validation import replay
 from stages.weights import load_target_weights
 from tests.conftest import TINY_LAYER_IDS
 from tests.random_drafter import config_for, random_tensors, teach_bigrams, write_package
 
 pytestmark = pytest.mark.vllm
-LENGTHS = (5, 33, 70, 40, 12)
 MAX_TOKENS = 40
+SERVED = 8  # prompts, of the held-out conversations
 DRAWS = {"count": 1500, "max_tokens": 3, "temperature": 0.7, "top_k": 3}
 
 FIXED = {
@@ -42,7 +50,7 @@ FIXED = {
 PROBABILISTIC = FIXED | {"draft_sampling": "probabilistic"}
 RUNS: dict[str, dict[str, Any]] = {
     "fixed": {"serve": FIXED, "max_tokens": MAX_TOKENS, "record": True},
-    # Nine blocks of 32 tokens for five requests of up to four; prompts prefilled in parts of 24.
+    # Nine blocks of 32 tokens for eight requests of up to four; prompts prefilled in parts.
     "ragged": {
         "serve": FIXED,
         "max_tokens": MAX_TOKENS,
@@ -54,7 +62,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "prefix": {"serve": FIXED | {"scheduler": "prefix"}, "max_tokens": MAX_TOKENS},
     "threshold": {"serve": FIXED | {"scheduler": "threshold"}, "max_tokens": MAX_TOKENS},
     "none": {"serve": FIXED | {"scheduler": "none"}, "max_tokens": MAX_TOKENS},
-    # Requests that run into max_model_len: 70 + 40 > 96.
+    # Requests that run into max_model_len.
     "limit": {
         "serve": FIXED,
         "max_tokens": MAX_TOKENS,
@@ -67,21 +75,40 @@ RUNS: dict[str, dict[str, Any]] = {
         "max_tokens": MAX_TOKENS,
         "changes": {"enforce_eager": False},
     },
-    "sampled": {"serve": PROBABILISTIC, "draws": DRAWS},
+    # As the states were made and the drafter was trained.
+    "as trained": {
+        "serve": FIXED,
+        "max_tokens": MAX_TOKENS,
+        "record": True,
+        "changes": {"dtype": "bfloat16"},
+    },
+    "sampled": {"serve": PROBABILISTIC, "package": "taught", "draws": DRAWS},
     "sampled by threshold": {
         "serve": PROBABILISTIC | {"scheduler": "threshold"},
+        "package": "taught",
         "draws": DRAWS,
     },
-    "sampled after greedy drafts": {"serve": FIXED, "draws": DRAWS},
+    "sampled after greedy drafts": {"serve": FIXED, "package": "taught", "draws": DRAWS},
 }
-LOSSLESS = [name for name, run in RUNS.items() if "draws" not in run]
+LOSSLESS = [name for name, run in RUNS.items() if "draws" not in run and name != "as trained"]
 SAMPLED = [name for name, run in RUNS.items() if "draws" in run]
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(5, 40_000, (n,), generator=generator).tolist() for n in LENGTHS]
+def samples(trained: Path) -> list[Sample]:
+    """Held-out samples with prompts of many lengths."""
+    held_out = [s for s in read_samples(trained / "states") if s["split"] == contracts.VALIDATION]
+    by_length = sorted(held_out, key=prompt_length)
+    return [by_length[index] for index in torch.linspace(0, len(by_length) - 1, SERVED).int()]
+
+
+@pytest.fixture(scope="module")
+def prompts(samples: list[Sample]) -> list[list[int]]:
+    return [sample["input_ids"][: prompt_length(sample)] for sample in samples]
+
+
+def prompt_length(sample: Sample) -> int:
+    return int(sample["loss_mask"].index(True))
 
 
 @pytest.fixture(scope="module")
@@ -93,21 +120,17 @@ def model(tiny_target: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def packages(
+    trained: Path,
     tiny_target: Path,
-    model: Any,
-    prompts: list[list[int]],
+    samples: list[Sample],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Path]:
-    """Random drafters whose Markov heads know a share of the target's own bigrams."""
-    with torch.inference_mode():
-        spoken = [
-            model.generate(torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False)[
-                0
-            ].tolist()[len(prompt) - 1 :]
-            for prompt in prompts
-        ]
-    made = {}
-    for name, changes in {"reduced": {}, "full": {"draft_vocab_size": 49152}}.items():
+    """The trained one, and two that are random but for a Markov head that knows a share of the
+    target's own bigrams: for sampled text, which the trained one has not seen, and over the whole
+    vocabulary."""
+    made = {"trained": trained / "package"}
+    spoken = [sample["input_ids"][prompt_length(sample) - 1 :] for sample in samples]
+    for name, changes in {"taught": {}, "full": {"draft_vocab_size": 49152}}.items():
         config = config_for(tiny_target, layer_ids=TINY_LAYER_IDS, num_layers=2, **changes)
         tensors = random_tensors(config, tiny_target)
         teach_bigrams(tensors, spoken, config, tiny_target)
@@ -183,7 +206,7 @@ def test_every_draft_is_the_one_our_model_makes_from_the_same_states(
 ) -> None:
     """Catches what losslessness cannot: rejected tokens as context, wrong positions, states lost
     in rounds without a draft pass."""
-    package = packages["reduced"]
+    package = packages["trained"]
     config = DrafterConfig.from_json(json.loads((package / "config.json").read_text()))
     tensors = load_file(package / "model.safetensors")
     drafter = Drafter(config).float()
@@ -224,6 +247,59 @@ def test_every_draft_is_the_one_our_model_makes_from_the_same_states(
         assert all(lengths[n] > 5 for n in range(5))
     assert differing == 0
     assert confidence_error < 1e-4
+
+
+def test_served_drafts_are_accepted_as_often_as_the_trainer_says(
+    recorded: dict[str, Any], samples: list[Sample], trained: Path, tiny_target: Path
+) -> None:
+    """bfloat16 on both sides; the served rounds, one request at a time and all together, of the
+    responses that the trainer's replay decodes."""
+    found = recorded["runs"]["as trained"]
+    same = {
+        tuple(sample["input_ids"][: prompt_length(sample)]): sample
+        for sample, *answers in zip(
+            samples, *(found["result"][batch] for batch in ("batch_1", "batch_all")), strict=True
+        )
+        if all(answer == sample["input_ids"][prompt_length(sample) :] for answer in answers)
+    }
+    assert len(same) > SERVED / 2
+    accepted = []
+    for one in (one for requests in found["rounds"] for one in requests if one["prompt"] in same):
+        ids = same[one["prompt"]]["input_ids"]
+        anchor = int(one["positions"][-1]) + 1 - one["rejected"]
+        following = ids[anchor + 1 :]
+        if following:  # vLLM drafts after the last token too
+            assert ids[anchor] == one["anchor"]
+            pairs = zip(one["drafts"], following, strict=False)
+            accepted.append(len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))))
+    served = 1 + sum(accepted) / len(accepted)
+    replayed = replay(passes_of(trained, tiny_target), list(same.values()), domains=["qa"])
+    assert served > 1.3
+    assert served == pytest.approx(replayed.length(0), abs=0.05)
+    assert len(accepted) == pytest.approx(2 * int(replayed.blocks[0, :, 0].sum()), rel=0.05)
+
+
+def passes_of(trained: Path, target: Path) -> Passes:
+    """The trainer's passes with the weights that it published."""
+    params = load_params(trained / "params.yaml")
+    config = DrafterConfig.from_json(json.loads((trained / "drafter/config.json").read_text()))
+    tensors = load_file(trained / "drafter/model.safetensors")
+    device = torch.device("cpu")
+    return Passes(
+        drafter=whole(config, tensors, device),
+        frozen=frozen_tensors(
+            load_target_weights(target),
+            check_d2t(tensors["d2t"], vocab_size=config.vocab_size),
+            config,
+            dtype=params.train.dtype,
+            device=device,
+        ),
+        source=CachedStates(
+            trained / "states", contracts.read_manifest(trained / "states", "extract")
+        ),
+        params=params.train,
+        device=device,
+    )
 
 
 @pytest.mark.parametrize("name", SAMPLED)
