@@ -48,6 +48,14 @@ class CostTable:
     def max_tokens(self) -> int:
         return len(self.step_s) - 1
 
+    def step(self, tokens: int) -> float:
+        """Seconds of a target step; beyond the table, of its last entry."""
+        return float(self.step_s[min(tokens, self.max_tokens)])
+
+    def draft(self, num_requests: int) -> float:
+        """Seconds of a draft pass; beyond the table, of its last entry."""
+        return float(self.draft_s[min(num_requests, self.max_tokens)])
+
     def steps(self, tokens: Tensor) -> Tensor:
         """Seconds of target steps over that many tokens, fractions too: float64 of their shape."""
         low = tokens.floor().long().clamp(max=self.max_tokens - 1)
@@ -102,8 +110,8 @@ def draft_gain(
         costs=costs,
         overhead_s=overhead.drafting,
     )
-    idle_s = float(costs.step_s[min(num_requests, costs.max_tokens)])
-    return rate * (idle_s + max(overhead.idle, -0.5 * idle_s)) / num_requests
+    idle_s = costs.step(num_requests)
+    return rate * (idle_s + _bounded(overhead.idle, table_s=idle_s)) / num_requests
 
 
 def fixed_lengths(survivals: Tensor, *, length: int) -> Tensor:
@@ -134,11 +142,16 @@ def _best(
     tokens = num_requests + weight * count
     expected = num_requests + weight * torch.cat([value.new_zeros(1), value.cumsum(0)])
     # A step that the table does not reach costs what its last stretch extrapolates to.
-    table_s = costs.steps(tokens) + costs.draft_s[min(num_requests, costs.max_tokens)]
-    rate = expected / (table_s + max(overhead_s, -0.5 * float(table_s[0])))
+    table_s = costs.steps(tokens) + costs.draft(num_requests)
+    rate = expected / (table_s + _bounded(overhead_s, table_s=float(table_s[0])))
     stops = (rate[1:] <= rate[:-1]) | (value <= 0)
     admitted = int(stops.nonzero()[0]) if bool(stops.any()) else len(value)
     return admitted, float(rate[admitted])
+
+
+def _bounded(overhead_s: float, *, table_s: float) -> float:
+    """At least half of what the table says remains."""
+    return max(overhead_s, -0.5 * table_s)
 
 
 def _convex(points: dict[int, float]) -> dict[int, float]:

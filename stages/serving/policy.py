@@ -30,6 +30,7 @@ from torch import Tensor
 
 from stages.dspark.calibration import calibrated
 from stages.dspark.scheduler import (
+    NO_OVERHEAD,
     CostTable,
     Overhead,
     admit,
@@ -45,9 +46,7 @@ FEWEST = 16  # below it, drafting is tried
 EVERY = 16
 PROBE = 64
 TIMED = 32  # rounds whose median tells the overhead; prefills are the minority among them
-MARGIN = (
-    1.03  # of the expected gain: a step that also prefills pays more for a draft than the table
-)
+MARGIN = 1.03  # of the expected gain: in a step with a prefill a draft costs more than is known
 
 
 @dataclass
@@ -103,17 +102,17 @@ class DraftPolicy:
         self.statistics.elapsed_s += seconds
         costs = self.costs
         if costs is not None and num_tokens <= num_requests * (1 + self.num_slots):
-            known = costs.step_s[min(num_tokens, costs.max_tokens)]
+            known = costs.step(num_tokens)
             if self._drafted:
-                known = known + costs.draft_s[min(num_requests, costs.max_tokens)]
-            self._excess[self._drafted].append(seconds - float(known))
+                known += costs.draft(num_requests)
+            self._excess[self._drafted].append(seconds - known)
 
     @property
     def overhead(self) -> Overhead:
         """What is known of it; where rounds of one kind are missing, that of the other."""
         drafting, idle = (self._excess[drafted] for drafted in (True, False))
         if not drafting and not idle:
-            return Overhead()
+            return NO_OVERHEAD
         return Overhead(statistics.median(drafting or idle), statistics.median(idle or drafting))
 
     def wants_draft(self, num_requests: int) -> bool:

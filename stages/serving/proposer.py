@@ -166,18 +166,19 @@ class DSparkProposer(DFlashProposer):
         slots = common_attn_metadata.slot_mapping[: len(target_positions)]
         self._pending.append(Context(target_hidden_states, target_positions.clone(), slots.clone()))
         statistics = self.policy.statistics
-        if not bool(decoding.any()):
+        num_decoding = int(decoding.sum())
+        if not num_decoding:
             self._started = None
             self._write_context(above=PENDING)
             return [[]] * num_requests
         if self._started is not None:
             self.policy.took(
                 started - self._started,
-                num_requests=int(decoding.sum()),
+                num_requests=num_decoding,
                 num_tokens=common_attn_metadata.num_actual_tokens,
             )
         self._started = started
-        drafts = self.policy.wants_draft(int(decoding.sum()))
+        drafts = self.policy.wants_draft(num_decoding)
         decided = time.perf_counter()
         statistics.decision_s += decided - started
         if not drafts:

@@ -21,12 +21,12 @@ from safetensors.torch import load_file
 from scipy.stats import chisquare
 
 from stages import contracts
-from stages.dspark.config import DrafterConfig
 from stages.dspark.draft import draft_greedy
 from stages.dspark.model import Drafter
 from stages.dspark.vocab import check_d2t
 from stages.params import Services, load_params
 from stages.serving.plans import vllm_environment
+from stages.serving.speculative import read_drafter_config
 from stages.shards import read_samples
 from stages.states.source import CachedStates, Sample
 from stages.train.passes import Passes
@@ -207,7 +207,7 @@ def test_every_draft_is_the_one_our_model_makes_from_the_same_states(
     """Catches what losslessness cannot: rejected tokens as context, wrong positions, states lost
     in rounds without a draft pass."""
     package = packages["trained"]
-    config = DrafterConfig.from_json(json.loads((package / "config.json").read_text()))
+    config = read_drafter_config(package)
     tensors = load_file(package / "model.safetensors")
     drafter = Drafter(config).float()
     drafter.load_packaged(tensors)
@@ -282,7 +282,7 @@ def test_served_drafts_are_accepted_as_often_as_the_trainer_says(
 def passes_of(trained: Path, target: Path) -> Passes:
     """The trainer's passes with the weights that it published."""
     params = load_params(trained / "params.yaml")
-    config = DrafterConfig.from_json(json.loads((trained / "drafter/config.json").read_text()))
+    config = read_drafter_config(trained / "drafter")
     tensors = load_file(trained / "drafter/model.safetensors")
     device = torch.device("cpu")
     return Passes(
