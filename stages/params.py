@@ -175,6 +175,7 @@ class TrainParams(Section):
     prompt_anchors: bool
     optimizer: Literal["muon", "adamw"]
     muon_momentum: Annotated[float, Field(ge=0, lt=1)]
+    muon_weight_decay: Annotated[float, Field(ge=0)]
     learning_rate: Annotated[float, Field(gt=0)]
     warmup_fraction: Fraction
     min_learning_rate_fraction: Fraction

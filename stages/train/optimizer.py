@@ -1,8 +1,8 @@
-"""Muon for the matrices of the backbone's layers, AdamW for everything else, under one schedule.
+"""Muon for the backbone's matrices, AdamW for everything else, under one schedule.
 
-Muon (stages/train/muon.py) costs about a third of a default step, and wins it back: on the same
-data 529 steps in 346 core-seconds reached 1.466, 1,058 of AdamW's in 355 1.390 (docs/LOG.md;
-measured with torch.optim.Muon, which costs twice as much).
+Muon (stages/train/muon.py) costs about two fifths of a default step, and wins it back: on the same
+data 529 steps in 346 core-seconds reached 1.466, 1,058 of AdamW's in 355 1.390; and fc under Muon
+too is worth 0.05 after 1,477 steps (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from stages.train.muon import Muon
 
 
 def muon_matrices(model: nn.Module, params: TrainParams) -> list[nn.Parameter]:
-    """The parameters that Muon steps: none where train.optimizer is adamw."""
+    """The parameters that Muon steps: what maps channels to channels, not the Markov head's tables.
+    None where train.optimizer is adamw."""
     if params.optimizer != "muon":
         return []
     return [
-        p for name, p in model.named_parameters() if name.startswith("layers.") and p.dim() == 2
+        p
+        for name, p in model.named_parameters()
+        if p.dim() == 2 and name.startswith(("fc.", "layers."))
     ]
 
 
@@ -44,7 +47,7 @@ class Optimizer:
                 Muon(
                     matrices,
                     lr=params.learning_rate,
-                    weight_decay=params.weight_decay,
+                    weight_decay=params.muon_weight_decay,
                     momentum=params.muon_momentum,
                 )
             )

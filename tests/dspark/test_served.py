@@ -5,7 +5,7 @@ import yaml
 
 from stages.dspark.served import HEAD_DIMS, check_served, unserved
 from stages.params import check_params
-from tests.conftest import PROJECT
+from tests.small_run import PROJECT
 
 SERVED = {"markov_head": "vanilla", "sliding_layers": (), "head_dim": 64}
 UNSERVED = {

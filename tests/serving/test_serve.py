@@ -17,8 +17,9 @@ from openai import OpenAI
 
 from stages.params import EngineParams, Params, Services
 from stages.serving.serve import served
-from tests.conftest import PROJECT, TINY_LAYER_IDS
+from tests.conftest import TINY_LAYER_IDS
 from tests.random_drafter import config_for, random_tensors, write_package
+from tests.small_run import PROJECT
 
 
 def test_a_folder_without_a_model_is_named(

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import chdir
@@ -18,16 +15,15 @@ from typing import Any
 import pytest
 
 from stages import contracts
-from stages.extract import stage as extract_stage
 from stages.params import EngineParams, ExtractParams, Params, Services
 from stages.serving.launch import Endpoint, extract_servers
 from stages.serving.store import Store, StoreSettings
 from stages.train.states import tee_folder
 from tests.conversations import greedy_rows, write_conversations
+from tests.small_run import extract_and_train, start_train
 
 pytestmark = pytest.mark.vllm
 
-PROJECT = Path(__file__).resolve().parents[2]
 HELD_OUT, TRAINED = 8, 40
 
 
@@ -85,28 +81,13 @@ def train(project: Path, small_params: Params, tiny_target: Path) -> Train:
         folder.mkdir(exist_ok=True)
         extract = small_params.extract.model_copy(update={"mode": mode})
         params = small_params.model_copy(update={"extract": extract, **changes})
-        settings = {"params.yaml": params, "services.yaml": services}
-        for file, section in settings.items():
-            (folder / file).write_text(json.dumps(section.model_dump(mode="json")))
-        with chdir(folder):
-            if not (folder / "states").exists():
-                extract_stage.run(
-                    engine=params.engine,
-                    extract=extract,
-                    services=services,
-                    target=tiny_target,
-                    conversations=project / "conversations",
-                    out=folder / "states",
-                )
-            subprocess.run(
-                [
-                    *(sys.executable, "-m", "stages.train", "--target", str(tiny_target)),
-                    *("--hidden-states", "states", "--out", "drafter"),
-                ],
-                env={**os.environ, "PYTHONPATH": str(PROJECT)},
-                check=True,
-                timeout=300,
-            )
+        extract_and_train(
+            folder,
+            params,
+            services,
+            target=tiny_target,
+            conversations=project / "conversations",
+        )
         return folder
 
     return run
@@ -183,15 +164,7 @@ def test_a_stream_killed_in_its_midst_is_freed_and_completed_by_a_rerun(
     whole = train("killed", "stream", steady_services, train=often)
     finished = curve(whole)
     shutil.rmtree(whole / "drafter")
-    killed = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "stages.train", "--target", str(tiny_target)),
-            *("--hidden-states", "states", "--out", "drafter"),
-        ],
-        env={**os.environ, "PYTHONPATH": str(PROJECT)},
-        cwd=whole,
-        start_new_session=True,
-    )
+    killed = start_train(whole, tiny_target)
     deadline = time.monotonic() + 120
     while not list(whole.glob("run/train-*/latest.safetensors")):
         assert time.monotonic() < deadline
