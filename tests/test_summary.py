@@ -46,6 +46,8 @@ def test_a_slow_domain_and_a_slow_whole_are_named() -> None:
     text = format_summary(body)
     assert "BELOW the plain engine's: 0.93x" in text
     assert "below 1.0x in: rag (0.75x)" in text
+    body["domains"]["rag"]["speedup"] = 0.996  # printed as 1.00x
+    assert "below 1.0x" not in format_summary(body)
 
 
 def test_what_was_not_measured_is_a_dash_and_said_so() -> None:
