@@ -17,7 +17,8 @@ TRAIN_TIMEOUT_S = 300
 
 
 def start_train(folder: Path, target: Path) -> subprocess.Popen[bytes]:
-    """Trains on folder/states into folder/drafter, in a process (and group) of its own."""
+    """Trains on folder/states into folder/drafter, in a process (and group) of its own: the stage
+    sets torch's threads."""
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "stages.train", "--target", str(target)),
@@ -56,3 +57,4 @@ def extract_and_train(
         assert training.wait(TRAIN_TIMEOUT_S) == 0
     finally:
         training.kill()
+        training.wait()
