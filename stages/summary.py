@@ -39,7 +39,7 @@ def format_summary(metrics: Mapping[str, Any]) -> str:
     return "\n".join([*lines, _line(macro, widths), *_remarks(metrics)])
 
 
-def _behind(ratio: float | None) -> bool:
+def behind(ratio: float | None) -> bool:
     """Whether the ratio is below one as it is printed."""
     return ratio is not None and round(ratio, 2) < 1
 
@@ -47,11 +47,11 @@ def _behind(ratio: float | None) -> bool:
 def _remarks(metrics: Mapping[str, Any]) -> list[str]:
     domains: Mapping[str, Any] = metrics["domains"]
     ratios = {name: domain["speedup"] for name, domain in domains.items()}
-    slower = [f"{name} ({ratio:.2f}x)" for name, ratio in ratios.items() if _behind(ratio)]
+    slower = [f"{name} ({ratio:.2f}x)" for name, ratio in ratios.items() if behind(ratio)]
     unmeasured = [name for name, ratio in ratios.items() if ratio is None]
     macro, lossless = metrics["macro_speedup"], metrics["lossless"]
     remarks = []
-    if _behind(macro):
+    if behind(macro):
         remarks.append(
             f"Single-stream speed with the drafter is BELOW the plain engine's: {macro:.2f}x."
         )

@@ -22,6 +22,7 @@ from stages.evaluate import comparison, figures, tables
 from stages.evaluate.charts import Chart, Interval, finite
 from stages.evaluate.figures import LENGTH, SPEEDUP, Body
 from stages.evaluate.tables import Table
+from stages.summary import behind
 
 DASH = "–"  # what was not measured
 MINUS = "−"
@@ -108,7 +109,7 @@ def _tiles(metrics: Body, serving: Body) -> list[Tile]:
             shown(speedup, 2, "×"),
             "against plain vLLM; geometric mean of the domains",
             interval=intervals.get("macro_speedup"),
-            bad=finite(speedup) and speedup < 1,
+            bad=behind(speedup),
         ),
         Tile(
             "lossless",
